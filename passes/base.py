@@ -1,0 +1,113 @@
+"""The contract of a pass: it rewrites a graph and counts; everything else belongs to the pipeline."""
+
+from __future__ import annotations
+
+import abc
+import enum
+import hashlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fusewright.capture.shapes import ShapeBucket
+from fusewright.config import Numerics
+
+
+class Stage(enum.Enum):
+    """Where in the compilation a pass sees the graph."""
+
+    FORWARD = "forward"  # the captured forward, before autograd: torch functions, methods and ATen operators
+    JOINT = "joint"  # ATen, forward and backward in one graph (inference: forward only)
+    POST_GRAD = "post_grad"  # ATen, after the split into forward and backward, before code generation
+
+
+@dataclass(frozen=True)
+class Decline:
+    """One place a pass looked at and left alone."""
+
+    pass_name: str
+    node: str
+    reason: str
+
+
+@dataclass
+class PassContext:
+    """What a pass may read, and where it leaves its remarks.
+
+    Attributes:
+        bucket: the shape bucket that the graph is lowered for.
+        device: the device type most tensors live on.
+        training: whether gradients are asked for.
+        frozen_weights: whether the user promised that parameters do not change.
+    """
+
+    bucket: ShapeBucket = field(default_factory=ShapeBucket)
+    device: str = "cpu"
+    training: bool = False
+    frozen_weights: bool = False
+    pass_name: str = ""
+    declines: list[Decline] = field(default_factory=list)
+    recognised: dict[str, int] = field(default_factory=dict)
+
+    def declined(self, node: fx.Node, reason: str) -> None:
+        """Record that `node` was looked at and left alone, and why."""
+        self.declines.append(Decline(self.pass_name, node.name, reason))
+
+    def recognise(self, kind: str) -> None:
+        """Record that a region of meaning `kind` (such as "attention") was found, rewritten or not."""
+        self.recognised[kind] = self.recognised.get(kind, 0) + 1
+
+
+class Pass(abc.ABC):
+    """One rewrite of a graph.
+
+    A subclass sets the class attributes and `run`. It must not time, print, dump, verify or catch: the pipeline does.
+    `run` returns how many rewrites it made; 0 promises that the graph is untouched, and a second run must return 0.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage] = Stage.FORWARD
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ()
+    conflicts: ClassVar[tuple[str, ...]] = ()
+    default: ClassVar[bool] = True  # False: runs only where a variant names it
+
+    def applies(self, bucket: ShapeBucket, device: str) -> bool:
+        """Whether the pass is worth running for `bucket` on `device` ("cpu", "cuda")."""
+        return True
+
+    @abc.abstractmethod
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
+        """Rewrite `gm` in place and return the number of rewrites."""
+
+    def digest_sources(self) -> Sequence[object]:
+        """Modules, classes or functions beside the pass's own class whose sources decide what it does."""
+        return ()
+
+    def digest(self) -> str:
+        """Hash of the pass's sources and options; a changed pass never meets a graph cached by its older self."""
+        h = hashlib.sha256(self.name.encode())
+        for thing in (type(self), *self.digest_sources()):
+            module = thing if inspect.ismodule(thing) else inspect.getmodule(thing)
+            assert module is not None, thing
+            h.update(inspect.getsource(module).encode())
+        h.update(repr(sorted((k, repr(v)) for k, v in vars(self).items())).encode())
+        return h.hexdigest()
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value of `node`: `meta["val"]` in ATen graphs, `meta["example_value"]` in Dynamo's."""
+    if "val" in node.meta:
+        return node.meta["val"]
+    return node.meta["example_value"] if "example_value" in node.meta else None
+
+
+def tensor_of(node: Any) -> torch.Tensor | None:
+    """The fake tensor of `node`, or None where it is no node or holds something else."""
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,79 @@
+"""The plain records that travel between the tuner and its worker processes."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fusewright.errors import UserInputError
+
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+class Role(enum.Enum):
+    """Which computation `Subject.outputs` runs: the candidate or one of its references."""
+
+    CANDIDATE = "candidate"
+    EAGER = "eager"
+    FLOAT64 = "float64"
+
+
+class Subject(Protocol):
+    """What a provider's factory returns inside a worker process.
+
+    It may also define `facts() -> dict` (JSON), called after the warm-up: tuning keys met, counters, proof that
+    settings took.
+    """
+
+    def step(self) -> object:
+        """One inference or training step; returns only when the device has finished it."""
+
+    def outputs(self, seed: int, role: Role) -> Mapping[str, Any]:
+        """Tree of tensors that one step on the inputs of `seed` leaves behind, from one starting state for every role.
+
+        Outputs, and in training also the gradients of parameters and inputs, buffers, and parameters after the step.
+        """
+
+
+@dataclass(frozen=True)
+class Provider:
+    """How a worker gets its subject: an importable factory and the JSON arguments it is called with."""
+
+    factory: str
+    kwargs: Mapping[str, Json] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        module, _, function = self.factory.partition(":")
+        if not module or not function:
+            raise UserInputError(f"provider factory must read 'module:function', not {self.factory!r}.")
+        try:
+            json.dumps(dict(self.kwargs), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UserInputError(f"arguments of provider {self.factory} must be plain JSON: {error}.") from error
+
+
+class FailureKind(enum.Enum):
+    """Every way in which a candidate drops out."""
+
+    EXCEPTION = "exception"  # the provider raised
+    SIGNAL = "signal"  # the process died of a signal, such as SIGSEGV
+    EXIT = "exit"  # the process left by itself
+    BUILD_TIMEOUT = "build_timeout"
+    RUN_TIMEOUT = "run_timeout"
+    OUT_OF_MEMORY = "out_of_memory"
+    INACCURATE = "inaccurate"  # it ran, and its numbers are wrong
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a candidate dropped out; `detail` is for people: a traceback, a signal, the last lines it printed."""
+
+    kind: FailureKind
+    detail: str
+
+    def __str__(self) -> str:
+        lines = self.detail.strip().splitlines()
+        return f"{self.kind.value}: {lines[-1] if lines else 'no detail'}"

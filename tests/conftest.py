@@ -1,4 +1,4 @@
-"""What every test shares: own cache folders, a fresh compiler, options and fixtures for golden graphs and GPU results."""
+"""What every test shares: own cache folders, a fresh compiler, options for golden graphs and GPU results."""
 
 from __future__ import annotations
 

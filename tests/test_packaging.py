@@ -36,7 +36,7 @@ def folder_of_package() -> dict[str, pathlib.Path]:
 
 def test_package_list_is_complete() -> None:
     listed = project()["tool"]["setuptools"]["packages"]
-    assert listed == sorted(folder_of_package()), "tool.setuptools.packages in pyproject.toml: list every package, sorted"
+    assert listed == sorted(folder_of_package()), "tool.setuptools.packages: list every package, sorted"
 
 
 def test_no_module_lies_outside_a_package() -> None:
@@ -71,8 +71,8 @@ def test_wheel_holds_every_file(tmp_path: pathlib.Path) -> None:
         shutil.copytree(ROOT / top, source / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    built = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    built = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -1,1 +1,1 @@
-"""fusion/ops"""
+"""Operators of the `fusewright::` namespace: schema, shape rule, CPU and CUDA implementation, autograd."""

@@ -1,0 +1,277 @@
+"""Scaled dot-product attention with grouped heads: `fusewright::attention` and its backward.
+
+    out = softmax(scale * q @ k^T + mask, -1) @ v        lse = logsumexp(scale * q @ k^T + mask, -1)
+
+Query head n reads key/value head n // (N / K). `causal` keeps key s for query t where s <= t (aligned at the top left
+also where T != S, as `is_causal=True` of `torch.nn.functional.scaled_dot_product_attention`). A boolean mask keeps
+where True. **A row with nothing kept gives NaN**, in out and in the gradients, as the written-out formula does (torch's
+fused operator gives 0); a row whose mask is finite but huge (finfo.min) gives the plain average of v, as the formula does.
+Sources: Dao, "FlashAttention-2", arXiv:2307.08691; Ainslie et al., "GQA", arXiv:2305.13245.
+"""
+# B batch, N query heads, K key/value heads, T query tokens, S key tokens, H head size
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusewright.fusion.ops import attention_exact as exact
+from fusewright.fusion.ops.library import bad_input, define_op, forbid_second_derivative, register_gradient
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Above this magnitude a float32 log-sum-exp is off by more than 1e-5, and so is each probability made from it. Only a
+# mask brings rows there (scores that large carry the same rounding themselves); they are recomputed with their maximum.
+_LSE_LIMIT = 256.0
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise bad_input("attention", name, f"has {x.dim()} dims; expected 4: (batch, heads, tokens, head size)")
+        if x.dtype not in DTYPES:
+            raise bad_input(
+                "attention", name, f"has dtype {x.dtype}; supported are float16, bfloat16, float32, float64"
+            )
+        if x.dtype != q.dtype:
+            raise bad_input("attention", name, f"has dtype {x.dtype}; expected {q.dtype} as q")
+    batch, heads, _, size = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != batch or x.shape[3] != size or x.shape[2] != k.shape[2] or x.shape[1] != k.shape[1]:
+            expected = f"({batch}, {k.shape[1]}, {k.shape[2]}, {size})"
+            raise bad_input("attention", name, f"has shape {tuple(x.shape)}; expected {expected}")
+    if k.shape[1] == 0 or heads % k.shape[1] != 0:
+        raise bad_input("attention", "k", f"has {k.shape[1]} heads, which do not divide the {heads} heads of q")
+    if mask is not None:
+        _check_mask(q, k, mask)
+
+
+def _check_mask(q: Tensor, k: Tensor, mask: Tensor) -> None:
+    if mask.dtype not in (torch.bool, q.dtype, torch.float32):
+        raise bad_input("attention", "mask", f"has dtype {mask.dtype}; expected bool, {q.dtype} as q, or float32")
+    full = (*q.shape[:3], k.shape[2])
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if mask.dim() > 4 or any(m != 1 and m != n for m, n in zip(shape, full, strict=False)):
+        raise bad_input("attention", "mask", f"has shape {tuple(mask.shape)}, which does not broadcast to {full}")
+
+
+def _four_dims(mask: Tensor) -> Tensor:
+    return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+
+
+def _lse_like(q: Tensor) -> Tensor:
+    # Tokens before heads in memory: the layout of torch's CPU kernel, so that neither side copies.
+    batch, heads, tokens, _ = q.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((batch, tokens, heads), dtype=wide).transpose(1, 2)
+
+
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, mask)
+    return torch.empty_like(q), _lse_like(q)
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    """The kernels read a head's values as one run; any other stride is theirs to choose."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _bias(mask: Tensor, q: Tensor, keys: int, causal: bool) -> Tensor:
+    """The mask as torch's CPU kernel takes it: 4 dims, additive, causality included."""
+    mask = _four_dims(mask)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    if causal:
+        hidden = torch.ones(q.shape[2], keys, dtype=torch.bool).triu_(1)
+        mask = mask.masked_fill(hidden, -math.inf)
+    return mask
+
+
+def _forward_cpu(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, mask)
+    if q.numel() == 0 or k.shape[2] == 0:  # torch's kernel divides by zero here
+        return torch.zeros_like(q), _lse_like(q).fill_(-math.inf)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    bias = None if mask is None else _bias(mask, q, k.shape[2], causal)
+    out, lse = flash(
+        *map(_rows_contiguous, (q, k, v)), 0.0, causal and bias is None, attn_mask=bias, scale=scale
+    )
+    if bias is not None:
+        dead = bias.isneginf().all(-1)
+        if dead.any():
+            lse = lse.masked_fill_(dead, -math.inf)
+            out = out.masked_fill_(dead.unsqueeze(-1), math.nan)
+    return _as_declared(out, torch.empty_like(q, device="meta")), _as_declared(lse, _lse_like(q.to("meta")))
+
+
+def _as_declared(x: Tensor, like: Tensor) -> Tensor:
+    """x with the strides the shape rule promises; a copy only where torch's kernel chose others."""
+    if x.stride() == like.stride():
+        return x
+    return x.new_empty_strided(x.shape, like.stride()).copy_(x)
+
+
+def _backward_fake(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
+    dmask = torch.empty_like(mask, memory_format=torch.contiguous_format) if _wants(mask, mask_grad) else q.new_empty(0)
+    return (*grads, dmask)  # type: ignore[return-value]
+
+
+def _wants(mask: Tensor | None, mask_grad: bool) -> bool:
+    return mask_grad and mask is not None
+
+
+def _backward_exact(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, mask_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide_mask = None if mask is None else _four_dims(mask)
+    dq, dk, dv, dmask = exact.backward(dout, q, k, v, wide_mask, causal, scale, mask_grad)
+    dq, dk, dv = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dq, dk, dv))
+    return dq, dk, dv, q.new_empty(0) if dmask is None or mask is None else dmask.reshape(mask.shape)
+
+
+def _backward_cpu(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or k.shape[2] == 0:
+        return tuple(  # type: ignore[return-value]
+            x.zero_() for x in _backward_fake(dout, q, k, v, mask, out, lse, causal, scale, mask_grad)
+        )
+    # `not (... < limit)`: a NaN log-sum-exp takes the exact path too.
+    if mask is not None and (mask_grad or not bool(lse.abs().amax() < _LSE_LIMIT)):
+        return _backward_exact(dout, q, k, v, mask, causal, scale, mask_grad)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    bias = None if mask is None else _bias(mask, q, k.shape[2], causal)
+    rows = map(_rows_contiguous, (dout, q, k, v, out))
+    dq, dk, dv = flash(*rows, lse, 0.0, causal and bias is None, attn_mask=bias, scale=scale)
+    dq, dk, dv = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dq, dk, dv))  # no copy: its own layout
+    return dq, dk, dv, q.new_empty(0)
+
+
+def _has_kernel(q: Tensor, k: Tensor) -> bool:
+    """Whether the Triton kernels serve this input; float64, head sizes above 256 and empty inputs use plain ATen."""
+    return q.dtype != torch.float64 and q.shape[3] <= 256 and q.numel() > 0 and k.shape[2] > 0
+
+
+def _forward_cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, mask)
+    mask = None if mask is None else _four_dims(mask)
+    out, lse = torch.empty_like(q), _lse_like(q)
+    if not _has_kernel(q, k):
+        out_, lse_ = exact.forward(q, k, v, mask, causal, scale)
+        return out.copy_(out_), lse.copy_(lse_)
+    from fusewright.fusion.kernels import attention as kernels  # triton is absent from CPU builds of torch
+
+    row_out = _rows_contiguous(out)
+    kernels.forward(*map(_rows_contiguous, (q, k, v)), mask, row_out, lse, causal, scale)
+    return out if row_out is out else out.copy_(row_out), lse
+
+
+def _backward_cuda(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not _has_kernel(q, k) or _wants(mask, mask_grad):
+        return _backward_exact(dout, q, k, v, mask, causal, scale, mask_grad)
+    from fusewright.fusion.kernels import attention as kernels
+
+    grads = _backward_fake(dout, q, k, v, mask, out, lse, causal, scale, mask_grad)
+    four = None if mask is None else _four_dims(mask)
+    kernels.backward(*map(_rows_contiguous, (dout, q, k, v)), four, _rows_contiguous(out), lse, *grads[:3], causal, scale)
+    return grads
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, ctx.causal, ctx.scale = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, mask, out, lse)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 6
+    mask_grad = ctx.needs_input_grad[3]
+    q, k, v, mask, out, lse = ctx.saved_tensors
+    backward = torch.ops.fusewright.attention_backward
+    dq, dk, dv, dmask = backward(dout, q, k, v, mask, out, lse, ctx.causal, ctx.scale, mask_grad)
+    return dq, dk, dv, dmask if mask_grad else None, None, None
+
+
+define_op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor out, Tensor lse)",
+    fake=_forward_fake,
+    cpu=_forward_cpu,
+    cuda=_forward_cuda,
+)
+define_op(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool causal, "
+    "float scale, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    fake=_backward_fake,
+    cpu=_backward_cpu,
+    cuda=_backward_cuda,
+)
+register_gradient("attention", _setup_context, _gradient)
+forbid_second_derivative("attention_backward")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of q (B, N, T, H) over k and v (B, K, S, H), N a multiple of K; the result is as q, strides included.
+
+    mask: bool (True = attend) or additive, in q's dtype or float32, broadcastable to (B, N, T, S); it may require a
+    gradient, which costs the slower exact backward. `causal` adds to it. `scale` defaults to 1 / sqrt(H).
+    Dtypes: float16, bfloat16, float32, float64, the same for q, k and v.
+
+    Raises:
+        UserInputError: a wrong dtype or shape, heads that do not divide; the message names the argument.
+    """
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    out: Tensor = torch.ops.fusewright.attention(q, k, v, mask, causal, scale)[0]
+    return out

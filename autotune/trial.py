@@ -75,5 +75,6 @@ class Failure:
     detail: str
 
     def __str__(self) -> str:
-        lines = self.detail.strip().splitlines()
-        return f"{self.kind.value}: {lines[-1] if lines else 'no detail'}"
+        lines = self.detail.strip().splitlines() or ["no detail"]
+        # A traceback says what happened in its last line, everything else in its first.
+        return f"{self.kind.value}: {lines[-1 if self.kind is FailureKind.EXCEPTION else 0]}"

@@ -1,0 +1,134 @@
+"""Subjects with a known speed or a known way of dying, built inside real worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Spin:
+    """Keeps the CPU busy for `seconds` a step."""
+
+    def __init__(self, seconds: float, keys: list[Any]) -> None:
+        self.seconds = seconds
+        self.keys = keys
+
+    def step(self) -> None:
+        end = time.perf_counter() + self.seconds
+        while time.perf_counter() < end:
+            pass
+
+    def facts(self) -> dict[str, Any]:
+        return {"keys": self.keys, "pid": os.getpid(), "threads": os.environ.get("OMP_NUM_THREADS")}
+
+
+def spin(seconds: float = 0.0005, keys: list[Any] | None = None) -> Spin:
+    return Spin(seconds, keys or [])
+
+
+class Once:
+    """Runs `action` in the first step (`at` 0) or in a later one."""
+
+    def __init__(self, action: Callable[[], object], at: int) -> None:
+        self.action = action
+        self.left = at
+
+    def step(self) -> None:
+        if self.left == 0:
+            self.action()
+        self.left -= 1
+
+
+def fill_memory() -> None:
+    hoard = []
+    while True:
+        hoard.append(bytearray(8 << 20))
+        time.sleep(0.002)
+
+
+def fill_memory_in_a_child() -> None:
+    code = "import time; hoard = [bytearray(300 << 20)]; time.sleep(60)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def hang() -> None:
+    while True:
+        pass
+
+
+def raise_memory_error() -> None:
+    raise MemoryError
+
+
+def raise_value_error() -> None:
+    raise ValueError("the step is wrong")
+
+
+def shout_and_die() -> None:
+    print("last words", flush=True)
+    os._exit(7)
+
+
+ACTIONS: dict[str, Callable[[], object]] = {
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": shout_and_die,
+    "sys_exit": lambda: sys.exit(3),
+    "hang": hang,
+    "memory": fill_memory,
+    "child_memory": fill_memory_in_a_child,
+    "memory_error": raise_memory_error,
+    "value_error": raise_value_error,
+}
+
+
+def dying(action: str, at: int = 0) -> Once:
+    return Once(ACTIONS[action], at)
+
+
+class Noisy(Spin):
+    """Prints what looks like replies, through Python and past it."""
+
+    def step(self) -> None:
+        print('{"ok": true, "seconds": 0.0}', flush=True)
+        os.write(1, b'{"ok": true}\n')
+        os.write(2, b"\xff\xfe\n")
+        super().step()
+
+
+def noisy() -> Noisy:
+    return Noisy(0.0005, [])
+
+
+def with_child(pid_file: str) -> Spin:
+    """Leaves a child behind that would outlive the worker."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    with open(pid_file, "w") as file:
+        file.write(str(child.pid))
+    return spin()
+
+
+def broken(message: str) -> Spin:
+    raise RuntimeError(message)
+
+
+class Grower(Spin):
+    """Holds `mb` for the length of a step."""
+
+    def __init__(self, mb: int) -> None:
+        super().__init__(0.0, [])
+        self.mb = mb
+
+    def step(self) -> None:
+        block = bytearray(self.mb << 20)
+        for page in range(0, len(block), 4096):
+            block[page] = 1
+
+
+def grower(mb: int) -> Grower:
+    return Grower(mb)

@@ -27,6 +27,7 @@ LEVELS = (
     ("pipeline",),
     ("runtime",),
     ("autotune",),
+    ("parallel",),
     ("report", "tools"),
     ("api",),
     ("fusewright",),

@@ -8,13 +8,15 @@ import hashlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import fx
 
 from fusewright.capture.shapes import ShapeBucket
+from fusewright.capture.values import tensor_of, value_of
 from fusewright.config import Numerics
+
+__all__ = ["Decline", "Pass", "PassContext", "Stage", "tensor_of", "value_of"]
 
 
 class Stage(enum.Enum):
@@ -99,15 +101,3 @@ class Pass(abc.ABC):
         h.update(repr(sorted((k, repr(v)) for k, v in vars(self).items())).encode())
         return h.hexdigest()
 
-
-def value_of(node: fx.Node) -> Any:
-    """The fake value of `node`: `meta["val"]` in ATen graphs, `meta["example_value"]` in Dynamo's."""
-    if "val" in node.meta:
-        return node.meta["val"]
-    return node.meta["example_value"] if "example_value" in node.meta else None
-
-
-def tensor_of(node: Any) -> torch.Tensor | None:
-    """The fake tensor of `node`, or None where it is no node or holds something else."""
-    value = value_of(node) if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None

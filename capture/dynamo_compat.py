@@ -1,0 +1,82 @@
+"""The one place that knows how Dynamo differs between torch versions and which of its private names we rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+import torch.fx.experimental._config as fx_config
+
+_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+_OPTIMIZE = inspect.signature(dynamo.eval_frame._optimize).parameters
+HAS_ISOLATED_REGIONS = "isolate_recompiles" in _OPTIMIZE
+RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (dynamo.exc.FailOnRecompileLimitHit,)
+
+
+def optimize_context(backend: Callable[..., Any], *, fullgraph: bool) -> Any:
+    """Dynamo's context for `backend`; its `callback` may be wrapped before it decorates a function."""
+    options: dict[str, Any] = {"backend": backend, "nopython": fullgraph}
+    if HAS_ISOLATED_REGIONS:
+        options["isolate_recompiles"] = True
+    return dynamo.optimize(**options)
+
+
+@contextlib.contextmanager
+def compile_options(recompile_limit: int, *, duck_shape: bool) -> Iterator[None]:
+    """Dynamo options for one compilation, restored after it.
+
+    - recompile limit: see `frontend.RECOMPILE_LIMIT`.
+    - hook guards: torch leaves them out, so a forward hook added later to a submodule would silently not run.
+    - duck shaping: torch gives two sizes that are equal today one symbol; wrong for two names that differ tomorrow.
+    """
+    with (
+        dynamo.config.patch(
+            recompile_limit=recompile_limit, accumulated_recompile_limit=1024, skip_nnmodule_hook_guards=False
+        ),
+        fx_config.patch(use_duck_shape=duck_shape and fx_config.use_duck_shape),
+    ):
+        yield
+
+
+def is_users_code(code: types.CodeType) -> bool:
+    """False for torch's own frames, which Dynamo skips as a matter of course."""
+    return not code.co_filename.startswith(_TORCH_ROOT)
+
+
+def mode_key(frame: Any) -> tuple[Any, ...]:
+    """What may differ between two entries of one code object without being a recompilation in the user's eyes."""
+    owner = next((v for v in frame.f_locals.values() if isinstance(v, torch.nn.Module)), None)
+    call = frame.f_locals["call"] if owner is None and "call" in frame.f_locals else None
+    if isinstance(call, types.MethodType) and isinstance(call.__self__, torch.nn.Module):
+        owner = call.__self__
+    training = tuple(m.training for m in owner.modules()) if owner is not None else ()
+    return (
+        id(owner),
+        hash(training),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.cuda.is_available() and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )
+
+
+def runs_only_cached(result: Any) -> bool:
+    """True where Dynamo hit its limit: the frame runs cached code only, and eagerly where none matches."""
+    action = result.frame_exec_strategy.cur_action
+    return bool(action == torch._C._dynamo.eval_frame._FrameAction.RUN_ONLY)
+
+
+def skip_reason(result: Any) -> str | None:
+    """Why Dynamo skipped a frame; older versions do not say."""
+    return result.skip_reason if hasattr(result, "skip_reason") else None
+
+
+def symbol_sources(shape_env: Any, symbol: Any) -> list[Any]:
+    """The sources that `symbol` was made from."""
+    return list(shape_env.var_to_sources.get(symbol, ()))

@@ -1,0 +1,247 @@
+"""Capture through Dynamo: one private code object a model, and a hook around every frame that Dynamo compiles.
+
+The hook runs only when Dynamo's cache misses, so it may be slow. It marks the user's named dimensions on the tensors of
+the frame before Dynamo looks at them, sets the few Dynamo options that our promises need for just that compilation, and
+counts frames, graph breaks and frames that were given up. A steady call pays for none of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch.utils import _pytree as pytree
+
+from fusewright.capture import dynamo_compat as compat
+from fusewright.capture.record import Record
+from fusewright.errors import DimsError, FallbackError, RecompileLimitError
+
+Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
+
+# A frame is compiled once per mode (train, eval, no_grad, inference_mode, autocast) and once per static size of 0 or 1.
+# Dynamo's default of 8 is reached by 12 models of one class that share the code object of a broken `forward`.
+RECOMPILE_LIMIT = 64
+
+
+@dataclass
+class FrameInfo:
+    """What is known about the frame under compilation; the backend reads it to name symbols.
+
+    Attributes:
+        sizes: current size of each named dimension of the call in progress.
+        sources: (argument source, dimension) -> name, exact for the root frame only.
+        where: file:line of the frame.
+    """
+
+    sizes: Mapping[str, int]
+    sources: Mapping[tuple[str, int], str]
+    where: str
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[FrameInfo] = []
+
+
+_ACTIVE = _Active()
+
+
+def current_frame() -> FrameInfo | None:
+    """The frame that Dynamo compiles in this thread, or None outside of our hook (a bare `torch.compile`)."""
+    return _ACTIVE.stack[-1] if _ACTIVE.stack else None
+
+
+@dataclass
+class FrontEnd:
+    """Compiles callables with Dynamo for one optimized model.
+
+    Attributes:
+        backend: receives each captured graph.
+        record: where frames, breaks and fallbacks are counted.
+        dims: argument name -> dimension -> name, checked by `shapes.check_dims`.
+        signature: of the callable, to find arguments by name.
+        strict: raise where a frame would run eagerly.
+    """
+
+    backend: Backend
+    record: Record
+    dims: Mapping[str, Mapping[int, str]]
+    signature: inspect.Signature
+    strict: bool = False
+    root_code: types.CodeType | None = None
+    wrapper_code: types.CodeType | None = None
+    compiled_modes: Counter[tuple[types.CodeType, tuple[Any, ...]]] = field(default_factory=Counter)
+
+    def compile(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return `call` compiled by Dynamo, with a cache of its own.
+
+        Dynamo keys its cache by code object, and every module shares that of `Module._call_impl`; a copy of the code
+        gives each model its own entries. Where torch offers isolated regions, frames after a graph break get them too.
+        """
+
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        entry.__code__ = entry.__code__.replace(co_name=f"optimized_{name}")
+        self.root_code = entry.__code__
+        context = compat.optimize_context(self.backend, fullgraph=self.strict)
+        context.callback = _Hook(self, context.callback)
+        compiled: Callable[..., Any] = context(entry)
+        return compiled
+
+    def named_sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """Size of each named dimension in this call.
+
+        Raises:
+            DimsError: an argument has too few dimensions, or one name has two sizes.
+        """
+        sizes: dict[str, int] = {}
+        origin: dict[str, str] = {}
+        for label, _, tensor, named in self._named_tensors(args, kwargs):
+            for dim, name in named.items():
+                if dim >= tensor.dim():
+                    raise DimsError(f"dims[{label!r}]: dimension {dim} is named, but the tensor has shape {tuple(tensor.shape)}.")
+                size = int(tensor.shape[dim])
+                if sizes.setdefault(name, size) != size:
+                    raise DimsError(
+                        f"dims: {name!r} is {sizes[name]} in {origin[name]} but {size} in {label}[{dim}]; "
+                        "give differently sized dimensions different names."
+                    )
+                origin.setdefault(name, f"{label}[{dim}]")
+        return sizes
+
+    def _named_tensors(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, str, torch.Tensor, Mapping[int, str]]]:
+        """Yield (argument name, Dynamo source, tensor, named dimensions) for every named argument that was given."""
+        positions = _positional_names(self.signature)
+        for index, value in enumerate(args):
+            if index < len(positions) and positions[index] in self.dims and isinstance(value, torch.Tensor):
+                yield positions[index], f"L['args'][{index}]", value, self.dims[positions[index]]
+        for label, value in kwargs.items():
+            if label in self.dims and isinstance(value, torch.Tensor):
+                yield label, f"L['kwargs']['{label}']", value, self.dims[label]
+
+
+def _positional_names(signature: inspect.Signature) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in signature.parameters.values() if p.kind in kinds]
+
+
+class _Hook:
+    """Stands where Dynamo's own callback stood; C code follows `_torchdynamo_orig_backend` to find the backend."""
+
+    def __init__(self, front: FrontEnd, inner: Callable[..., Any]) -> None:
+        self.front = front
+        self.inner = inner
+        self._torchdynamo_orig_backend = inner
+
+    def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
+        code = frame.f_code
+        if not compat.is_users_code(code) and code is not self.front.root_code:
+            return self.inner(frame, cache_entry, frame_state)
+        where = f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})"
+        info = self._mark(frame, where)
+        breaks_before = Counter(dynamo.utils.counters["graph_break"])
+        _ACTIVE.stack.append(info)
+        try:
+            with compat.compile_options(RECOMPILE_LIMIT, duck_shape=len(set(info.sizes.values())) == len(info.sizes)):
+                result = self.inner(frame, cache_entry, frame_state)
+        except Exception as error:
+            raise self._explained(error, where) from error
+        finally:
+            _ACTIVE.stack.pop()
+        self._count(frame, result, where, Counter(dynamo.utils.counters["graph_break"]) - breaks_before)
+        return result
+
+    def _mark(self, frame: Any, where: str) -> FrameInfo:
+        front = self.front
+        if not front.dims:
+            return FrameInfo({}, {}, where)
+        args, kwargs = _call_in_progress(front)
+        sizes = front.named_sizes(args, kwargs)
+        sources: dict[tuple[str, int], str] = {}
+        if frame.f_code is front.root_code:
+            for _, source, tensor, named in front._named_tensors(args, kwargs):
+                for dim, name in named.items():
+                    sources[source, dim] = name
+                    if tensor.shape[dim] > 1:  # torch specialises on 0 and 1; such a call gets a static frame
+                        dynamo.mark_dynamic(tensor, dim)
+        else:
+            _mark_by_size(frame, {size for size in sizes.values() if size > 1})
+        return FrameInfo(sizes, sources, where)
+
+    def _explained(self, error: Exception, where: str) -> Exception:
+        text = str(error)
+        if isinstance(error, dynamo.exc.UserError) or "ConstraintViolation" in type(error).__name__:
+            return DimsError(
+                f"dims: a named dimension cannot stay dynamic in {where}: {text.splitlines()[0]} "
+                "Remove its name from dims, or keep the model from fixing the size (int(), .item(), a branch on it)."
+            )
+        if self.front.strict and isinstance(error, compat.RECOMPILE_LIMIT_ERRORS):
+            return RecompileLimitError(f"{where}: Dynamo's recompile limit was reached; the frame would run eagerly. {text}")
+        if self.front.strict and isinstance(error, dynamo.exc.Unsupported):
+            return FallbackError(f"{where}: part of the model cannot be captured and would run eagerly. {text}")
+        return error
+
+    def _count(self, frame: Any, result: Any, where: str, breaks: Counter[str]) -> None:
+        record = self.front.record
+        for reason in breaks:
+            record.add_break(where, " ".join(str(reason).split())[:400])
+        if result.guarded_code is not None:
+            key = (frame.f_code, compat.mode_key(frame))
+            self.front.compiled_modes[key] += 1
+            record.add_frame(where, recompile=self.front.compiled_modes[key] > 1)
+        elif compat.runs_only_cached(result):
+            record.add_fallback("recompile_limit", where, "Dynamo gave the frame up; calls that match no entry run eagerly")
+        elif _holds_tensor(frame):
+            record.add_fallback("skipped_frame", where, compat.skip_reason(result) or "Dynamo skipped the frame")
+
+
+def _call_in_progress(front: FrontEnd) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Arguments of the optimized call below which Dynamo compiles, read from our wrapper's frame on the stack."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is front.wrapper_code:
+            return frame.f_locals["args"], frame.f_locals["kwargs"]
+        frame = frame.f_back
+    return (), {}
+
+
+def _mark_by_size(frame: Any, sizes: set[int]) -> None:
+    """Mark dimensions after a graph break: there, tensors have no argument names, so the sizes of the call decide.
+
+    The mark is weak: a dimension that only happens to have that size may still be specialised without an error.
+    """
+    for tensor in _tensors(frame):
+        for dim, size in enumerate(tensor.shape):
+            if size in sizes:
+                dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def _tensors(frame: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves([v for v in frame.f_locals.values() if not isinstance(v, torch.nn.Module)])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)]
+
+
+def _holds_tensor(frame: Any) -> bool:
+    return bool(_tensors(frame))
+
+
+@contextlib.contextmanager
+def frame_scope(info: FrameInfo) -> Iterator[None]:
+    """Make `info` the current frame, for tests and for backends called without the hook."""
+    _ACTIVE.stack.append(info)
+    try:
+        yield
+    finally:
+        _ACTIVE.stack.pop()

@@ -1,0 +1,21 @@
+"""The fake value that a graph node stands for, whoever traced the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value of `node`: `meta["val"]` in ATen graphs, `meta["example_value"]` in Dynamo's; None where unknown."""
+    if "val" in node.meta:
+        return node.meta["val"]
+    return node.meta["example_value"] if "example_value" in node.meta else None
+
+
+def tensor_of(node: Any) -> torch.Tensor | None:
+    """The fake tensor of `node`, or None where it is no node or holds something else."""
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None

@@ -55,6 +55,29 @@ class Provider:
             raise UserInputError(f"arguments of provider {self.factory} must be plain JSON: {error}.") from error
 
 
+@dataclass(frozen=True)
+class Progress:
+    """One step of a long job, for whoever draws it.
+
+    Attributes:
+        stage: what is going on, as "accuracy" or "timing".
+        subject: what it is going on with.
+        done, total: how far it is, in the stage's own unit.
+        spent_s, budget_s: seconds of the stage so far, and the most it may take.
+    """
+
+    stage: str
+    subject: str
+    done: int
+    total: int
+    spent_s: float = 0.0
+    budget_s: float = 0.0
+
+
+def no_progress(progress: Progress) -> None:
+    """Draws nothing."""
+
+
 class FailureKind(enum.Enum):
     """Every way in which a candidate drops out."""
 

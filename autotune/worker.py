@@ -40,6 +40,9 @@ class Limits:
     memory_mb: float | None = None
 
 
+DEFAULT_LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Built:
     """A subject that is ready, with the seconds its parts took."""
@@ -60,7 +63,7 @@ class Worker:
         self,
         provider: Provider,
         *,
-        limits: Limits = Limits(),
+        limits: Limits = DEFAULT_LIMITS,
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -132,11 +135,17 @@ class Worker:
         """`level_mb` before, and `peak_mb` above that level, over `calls` steps."""
         return self._request("memory", self.limits.run_s, FailureKind.RUN_TIMEOUT, calls=calls)
 
+    def kill(self) -> None:
+        """End the process and its children, also while another thread waits for a reply; that one gets a failure."""
+        with contextlib.suppress(ProcessLookupError):  # already gone with all its children
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def close(self) -> None:
-        """Kill the process and its children; may be called twice."""
+        """Kill the process and release the pipes; may be called twice."""
         if self._printed.closed:
             return
-        self._kill()
+        self.kill()
         os.close(self._request_fd)
         os.close(self._reply_fd)
         self._printed.close()
@@ -206,13 +215,8 @@ class Worker:
 
     def _fail(self, failure: Failure) -> Failure:
         self.failure = failure
-        self._kill()
+        self.kill()
         return failure
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # already gone with all its children
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 def resident_mb(pid: int) -> float:

@@ -30,7 +30,7 @@ class Session:
         self.subject: Any = None
 
     def do_build(self, factory: str, kwargs: dict[str, Any], path: list[str]) -> Reply:
-        """Import the factory, make the subject and run its first step, which compiles; seconds of each, and its facts."""
+        """Import the factory, make the subject, run its first step, which compiles; seconds of each, and its facts."""
         sys.path[:] = path  # as in the parent: what is importable there is importable here
         started = time.perf_counter()
         module, _, function = factory.partition(":")

@@ -120,7 +120,9 @@ class Workload:
             model = self.model()
         if not isinstance(model, nn.Module):
             raise self._wrong("model", f"returned {type(model).__name__}, not a torch.nn.Module")
-        return model.to(self.dtype).train(self.train if training is None else training)
+        if any(p.is_floating_point() and p.dtype != self.dtype for p in model.parameters()):
+            model = model.to(self.dtype)
+        return model.train(self.train if training is None else training)
 
     def make_inputs(self, length: int, seed: int = 0) -> Inputs:
         """The inputs of one call, floating tensors cast to `dtype`; the global random state is as before afterwards.

@@ -1,0 +1,1 @@
+"""The benchmark suite: fixed workloads, peers, results. Not part of the wheel."""

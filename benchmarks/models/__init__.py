@@ -1,0 +1,1 @@
+"""Models of the suite that no library has: a robot world-model policy and a small MLP."""

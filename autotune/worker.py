@@ -167,10 +167,11 @@ class Worker:
         text = self._wait(deadline, timeout_s, on_timeout)
         if isinstance(text, Failure):
             return self._fail(text)
-        reply: dict[str, Any] = json.loads(text)
-        if not reply.pop("ok"):
+        reply = json.loads(text)
+        if "value" not in reply:
             return self._fail(Failure(FailureKind(reply["kind"]), reply["detail"]))
-        return reply
+        value: dict[str, Any] = reply["value"]
+        return value
 
     def _wait(self, deadline: float, timeout_s: float, on_timeout: FailureKind) -> bytes | Failure:
         """The next line of the reply pipe, or why there will be none."""

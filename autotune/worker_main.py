@@ -104,10 +104,10 @@ def answer(session: Session, request: dict[str, Any]) -> Reply:
     """Run one request; an exception of the subject becomes a reply. SystemExit is left alone: it ends the process."""
     handler: Callable[..., Reply] = getattr(session, "do_" + request.pop("op"))
     try:
-        return {"ok": True} | handler(**request)
+        return {"value": handler(**request)}
     except Exception as error:  # noqa: BLE001 - whatever a candidate raises is its result, and the parent records it
         kind = "out_of_memory" if _is_out_of_memory(error) else "exception"
-        return {"ok": False, "kind": kind, "detail": traceback.format_exc()}
+        return {"kind": kind, "detail": traceback.format_exc()}
 
 
 def _listen(descriptor: int, requests: queue.SimpleQueue[dict[str, Any]]) -> None:

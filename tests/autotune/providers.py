@@ -95,8 +95,8 @@ class Noisy(Spin):
     """Prints what looks like replies, through Python and past it."""
 
     def step(self) -> None:
-        print('{"ok": true, "seconds": 0.0}', flush=True)
-        os.write(1, b'{"ok": true}\n')
+        print('{"value": {"seconds": 0.0}}', flush=True)
+        os.write(1, b'{"value": {}}\n')
         os.write(2, b"\xff\xfe\n")
         super().step()
 

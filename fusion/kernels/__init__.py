@@ -1,1 +1,1 @@
-"""fusion/kernels"""
+"""Triton kernels, one operator a file under the operator's name, and their ahead-of-time compilation."""

@@ -1,1 +1,1 @@
-"""passes/comm"""
+"""Passes over the collectives in a graph."""

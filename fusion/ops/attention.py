@@ -189,7 +189,7 @@ def _forward_cuda(
     if not _has_kernel(q, k):
         out_, lse_ = exact.forward(q, k, v, mask, causal, scale)
         return out.copy_(out_), lse.copy_(lse_)
-    from fusewright.fusion.kernels import attention as kernels  # triton is absent from CPU builds of torch
+    from fusewright.fusion.kernels import attention_launch as kernels  # triton is absent from CPU builds of torch
 
     row_out = _rows_contiguous(out)
     kernels.forward(*map(_rows_contiguous, (q, k, v)), mask, row_out, lse, causal, scale)
@@ -210,7 +210,7 @@ def _backward_cuda(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not _has_kernel(q, k) or _wants(mask, mask_grad):
         return _backward_exact(dout, q, k, v, mask, causal, scale, mask_grad)
-    from fusewright.fusion.kernels import attention as kernels
+    from fusewright.fusion.kernels import attention_launch as kernels
 
     grads = _backward_fake(dout, q, k, v, mask, out, lse, causal, scale, mask_grad)
     four = None if mask is None else _four_dims(mask)

@@ -131,7 +131,8 @@ def offline_cases(
     constants |= {"BLOCK_H": max(16, triton.next_power_of_2(H))}
     if mask is not None:
         pointers["mask_ptr"] = "*u8" if mask == "boolean" else f"*{name}"
-    absent = {"mask_ptr": None} if mask is None else {}
+    # The launcher makes a stride of 1 a constant too: the keys' stride of a mask.
+    absent = {"mask_ptr": None} if mask is None else {"st_ms": 1}
     absent |= {} if mask == "additive" else {"mass_ptr": None}
     cases = []
     for kernel, blocks in (
@@ -140,7 +141,6 @@ def offline_cases(
         (kernels.attention_backward_dkdv, chosen.dkdv),
     ):
         fixed = constants | dict(blocks.blocks) | {a: v for a, v in absent.items() if a in kernel.arg_names}
-        # The launcher makes a stride of 1 a constant too: the keys' stride of a mask.
         types = {
             a: pointers.get(a, "fp32" if a.endswith("scale") else "i32") for a in kernel.arg_names if a not in fixed
         }

@@ -28,7 +28,7 @@ LEVELS = (
     ("runtime",),
     ("autotune",),
     ("parallel",),
-    ("report", "tools"),
+    ("report", "testing", "tools"),
     ("api",),
     ("fusewright",),
     ("cli",),
@@ -132,13 +132,19 @@ def function_length(path: pathlib.PurePath, source: str) -> Iterator[str]:
 CHECKING_CALL = re.compile(r"assert|check|raises|warns|expect|verify|fail|opcheck")
 
 
+def checks(function: ast.AST, helpers: frozenset[str] = frozenset()) -> bool:
+    """Whether a function holds an assertion or calls something that asserts, by its name or as one of `helpers`."""
+    calls = [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return any(isinstance(node, ast.Assert) for node in ast.walk(function)) or any(
+        CHECKING_CALL.search(call) or call in helpers for call in calls
+    )
+
+
 def able_to_fail(path: pathlib.PurePath, source: str) -> Iterator[str]:
-    for function in functions(ast.parse(source)):
-        if function.name.startswith("test_") and not any(
-            isinstance(node, ast.Assert)
-            or (isinstance(node, ast.Call) and CHECKING_CALL.search(ast.unparse(node.func)))
-            for node in ast.walk(function)
-        ):
+    tree = ast.parse(source)
+    helpers = frozenset(function.name for function in functions(tree) if checks(function))
+    for function in functions(tree):
+        if function.name.startswith("test_") and not checks(function, helpers):
             yield f"{path}:{function.lineno}: {function.name} asserts nothing"
 
 
@@ -211,7 +217,14 @@ def test_folders_keep_their_budget() -> None:
 
 def test_every_test_asserts() -> None:
     assert find(able_to_fail, "tests", "benchmarks") == []
-    assert list(able_to_fail(pathlib.PurePosixPath("tests/test_a.py"), "def test_a():\n    print(1)\n"))
+
+
+def test_the_assertion_rule_sees() -> None:
+    path = pathlib.PurePosixPath("tests/test_a.py")
+    helper = "def same(a):\n    assert a\n"
+    assert len(list(able_to_fail(path, "def test_a():\n    print(1)\n"))) == 1
+    assert list(able_to_fail(path, helper + "def test_a():\n    same(1)\n")) == []
+    assert list(able_to_fail(path, "def test_a():\n    with pytest.raises(ValueError):\n        f()\n")) == []
 
 
 def test_public_names_are_those_in_all() -> None:

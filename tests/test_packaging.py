@@ -23,13 +23,13 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def folder_of_package() -> dict[str, pathlib.Path]:
+def folder_of_package(root: pathlib.Path = ROOT) -> dict[str, pathlib.Path]:
     """Every folder that holds an __init__.py, by the name it is imported under."""
     found = {}
     for top in ("fusewright", *STAGES):
-        for parent, _, names in os.walk(ROOT / top):  # links are not followed: each folder comes once
+        for parent, _, names in os.walk(root / top):  # links are not followed: each folder comes once
             if "__init__.py" in names:
-                parts = pathlib.Path(parent).relative_to(ROOT).parts
+                parts = pathlib.Path(parent).relative_to(root).parts
                 found[".".join(parts if top == "fusewright" else ("fusewright", *parts))] = pathlib.Path(parent)
     return found
 
@@ -72,6 +72,12 @@ def test_wheel_holds_every_file(tmp_path: pathlib.Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    expected = {
+        "/".join((*package.split("."), path.name))
+        for package, folder in folder_of_package(source).items()
+        for path in folder.iterdir()
+        if path.is_file()
+    }
     built = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -79,12 +85,6 @@ def test_wheel_holds_every_file(tmp_path: pathlib.Path) -> None:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         metadata = {name.split("/")[-1]: name for name in archive.namelist() if ".dist-info/" in name}
         entry_points = archive.read(metadata["entry_points.txt"]).decode()
-    expected = {
-        "/".join((*package.split("."), path.name))
-        for package, folder in folder_of_package().items()
-        for path in folder.iterdir()
-        if path.is_file()
-    }
     assert held == expected
     assert "LICENSE" in metadata
     assert "fusewright = fusewright.api:backend" in entry_points

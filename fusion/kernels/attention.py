@@ -5,6 +5,7 @@ arXiv:2307.08691 (the tiling); Milakov and Gimelshein, arXiv:1805.02867 (the run
 """
 # B batch, N query heads, K key/value heads, GROUP = N / K, T query tokens, S key tokens, H head size (HEAD; BLOCK_H
 # is the next power of two). st_: stride in elements, then tensor (q k v m o l do dq dk dv), then dim (b h t).
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
 
@@ -310,8 +311,8 @@ def attention_backward_dkdv(
 
     One program owns a tile of keys and adds all queries in order: no atomics, bitwise repeatable. Shapes as in
     `attention_backward_dq`, which must have run (delta, mass).
-    Grid: (cdiv(S, BLOCK_S) * B * K,). Traffic: 4 * B * K * S * H values + per tile of keys 2 * GROUP * T * H values from
-    L2. Work: 8 * B * N * T * S * H flop, half when causal.
+    Grid: (cdiv(S, BLOCK_S) * B * K,). Traffic: 4 * B * K * S * H values + per tile of keys 2 * GROUP * T * H values
+    from L2. Work: 8 * B * N * T * S * H flop, half when causal.
     """
     tiles = tl.cdiv(S, BLOCK_S)
     tile = tl.program_id(0) % tiles  # a causal head's first keys are seen by most queries: longest first already

@@ -82,16 +82,14 @@ def _common(
 
 
 def _launch(wrap: Wrap, kernel: Any, config: KernelConfig, programs: int, arguments: Mapping[str, Any]) -> None:
-    wrap(kernel)[(programs,)](
-        **arguments, **config.blocks, num_warps=config.num_warps, num_stages=config.num_stages
-    )
+    wrap(kernel)[(programs,)](**arguments, **config.blocks, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float,
     config: AttentionConfig | None = None, wrap: Wrap = identity,
 ) -> None:  # fmt: skip
-    """Fill out (as q) and lse (B, N, T) float32. Last dim of q, k, v, out contiguous; mask 4-D, broadcastable, or None."""
+    """Fill out (as q) and lse (B, N, T) float32. Last dims contiguous; mask 4-D and broadcastable, or None."""
     chosen = (config or default_config(q.shape[3], q.dtype)).forward
     arguments = _common(q, k, v, mask, lse, causal, scale) | {"o_ptr": out} | _strides("o", out)
     programs = triton.cdiv(q.shape[2], chosen.blocks["BLOCK_T"]) * q.shape[0] * q.shape[1]
@@ -132,7 +130,7 @@ def offline_cases(
     if mask is not None:
         pointers["mask_ptr"] = "*u8" if mask == "boolean" else f"*{name}"
     # The launcher makes a stride of 1 a constant too: the keys' stride of a mask.
-    absent = {"mask_ptr": None} if mask is None else {"st_ms": 1}
+    absent: dict[str, int | None] = {"mask_ptr": None} if mask is None else {"st_ms": 1}
     absent |= {} if mask == "additive" else {"mass_ptr": None}
     cases = []
     for kernel, blocks in (

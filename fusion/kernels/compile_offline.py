@@ -141,7 +141,7 @@ def compile_case(case: KernelCase, capability: int) -> KernelReport:
     source = ASTSource(case.kernel, signature=signature, constexprs=dict(case.constants), attrs=divisible)
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=_options(case))
-    except Exception as error:  # noqa: BLE001 - whatever the compiler raises means the same here, and is kept as cause
+    except Exception as error:  # whatever the compiler raises means the same here
         raise OfflineCompilationError(f"{case.name} for sm_{capability}: {error}") from error
     registers, spilled, static, opcodes = _read_binary(compiled.asm["cubin"])
     # Triton asks for its shared memory at launch; the binary's own figure is the static part only.

@@ -1,5 +1,6 @@
 """Triton kernels of `fusewright::rms_norm`: one pass over the rows each way, weight gradient without atomics."""
 # M rows, N row size (a power of two BLOCK_N covers it), R = BLOCK_M rows of a tile, P programs of the backward
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 Query head n reads key/value head n // (N / K). `causal` keeps key s for query t where s <= t (aligned at the top left
 also where T != S, as `is_causal=True` of `torch.nn.functional.scaled_dot_product_attention`). A boolean mask keeps
 where True. **A row with nothing kept gives NaN**, in out and in the gradients, as the written-out formula does (torch's
-fused operator gives 0); a row whose mask is finite but huge (finfo.min) gives the plain average of v, as the formula does.
+fused operator gives 0); a row masked by a finite but huge value (finfo.min) gives the plain average of v, as there.
 Sources: Dao, "FlashAttention-2", arXiv:2307.08691; Ainslie et al., "GQA", arXiv:2305.13245.
 """
 # B batch, N query heads, K key/value heads, T query tokens, S key tokens, H head size
@@ -100,9 +100,7 @@ def _forward_cpu(
         return torch.zeros_like(q), _lse_like(q).fill_(-math.inf)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     bias = None if mask is None else _bias(mask, q, k.shape[2], causal)
-    out, lse = flash(
-        *map(_rows_contiguous, (q, k, v)), 0.0, causal and bias is None, attn_mask=bias, scale=scale
-    )
+    out, lse = flash(*map(_rows_contiguous, (q, k, v)), 0.0, causal and bias is None, attn_mask=bias, scale=scale)
     if bias is not None:
         dead = bias.isneginf().all(-1)
         if dead.any():
@@ -131,12 +129,9 @@ def _backward_fake(
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
-    dmask = torch.empty_like(mask, memory_format=torch.contiguous_format) if _wants(mask, mask_grad) else q.new_empty(0)
-    return (*grads, dmask)  # type: ignore[return-value]
-
-
-def _wants(mask: Tensor | None, mask_grad: bool) -> bool:
-    return mask_grad and mask is not None
+    if mask is None or not mask_grad:
+        return (*grads, q.new_empty(0))  # type: ignore[return-value]
+    return (*grads, torch.empty_like(mask, memory_format=torch.contiguous_format))  # type: ignore[return-value]
 
 
 def _backward_exact(
@@ -192,7 +187,8 @@ def _forward_cuda(
     from fusewright.fusion.kernels import attention_launch as kernels  # triton is absent from CPU builds of torch
 
     row_out = _rows_contiguous(out)
-    kernels.forward(*map(_rows_contiguous, (q, k, v)), mask, row_out, lse, causal, scale)
+    q, k, v = (_rows_contiguous(x) for x in (q, k, v))
+    kernels.forward(q, k, v, mask, row_out, lse, causal, scale)
     return out if row_out is out else out.copy_(row_out), lse
 
 
@@ -208,14 +204,14 @@ def _backward_cuda(
     scale: float,
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not _has_kernel(q, k) or _wants(mask, mask_grad):
+    if not _has_kernel(q, k) or (mask_grad and mask is not None):
         return _backward_exact(dout, q, k, v, mask, causal, scale, mask_grad)
     from fusewright.fusion.kernels import attention_launch as kernels
 
-    grads = _backward_fake(dout, q, k, v, mask, out, lse, causal, scale, mask_grad)
-    four = None if mask is None else _four_dims(mask)
-    kernels.backward(*map(_rows_contiguous, (dout, q, k, v)), four, _rows_contiguous(out), lse, *grads[:3], causal, scale)
-    return grads
+    dq, dk, dv, dmask = _backward_fake(dout, q, k, v, mask, out, lse, causal, scale, mask_grad)
+    dout, q, k, v, out = (_rows_contiguous(x) for x in (dout, q, k, v, out))
+    kernels.backward(dout, q, k, v, None if mask is None else _four_dims(mask), out, lse, dq, dk, dv, causal, scale)
+    return dq, dk, dv, dmask
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

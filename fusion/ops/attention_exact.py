@@ -58,9 +58,7 @@ def _probabilities(
     return torch.softmax(scores, -1), torch.logsumexp(scores, -1)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, N, T, H) in q's dtype and lse (B, N, T) in the wide dtype, for q (B, N, T, H) and k, v (B, K, S, H).
 
     A row whose every score is -inf gives NaN, as softmax does. No keys at all (S = 0) give zeros.
@@ -77,7 +75,7 @@ def forward(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, mask_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq (B, N, T, H), dk and dv (B, K, S, H) in the inputs' dtypes; with `mask_grad` dmask in mask's shape and dtype."""
+    """dq (B, N, T, H), dk, dv (B, K, S, H) in the inputs' dtypes; with `mask_grad` dmask in mask's shape and dtype."""
     wide, heads, kv_heads = _wide(q.dtype), q.shape[1], k.shape[1]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=wide, device=q.device) for _ in range(2))

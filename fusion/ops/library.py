@@ -1,4 +1,5 @@
 """The `fusewright::` operator namespace and the one way an operator is put into it."""
+# mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ def _backward_cuda(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -
     from fusewright.fusion.kernels import rms_norm as kernels
 
     size = x.shape[-1]
-    dx_MN, dweight = kernels.backward(dy.reshape(-1, size), x.reshape(-1, size), weight, rstd.reshape(-1))
-    return dx_MN.view(x.shape), x.new_empty(0) if dweight is None else dweight
+    dx_MN, dw = kernels.backward(dy.reshape(-1, size), x.reshape(-1, size), weight, rstd.reshape(-1))
+    return dx_MN.view(x.shape), x.new_empty(0) if dw is None else dw
 
 
 def _has_kernel(x: Tensor) -> bool:

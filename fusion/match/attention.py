@@ -1,0 +1,317 @@
+"""The pass that recognises written-out attention by data flow and puts the fused operator in its place."""
+# B batch, N query heads, K key/value heads, T query tokens, S key tokens, H head size, G = B * N
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fusewright.config import Numerics
+from fusewright.fusion.match import build, contraction, masks, proof, scores, site, sizes, view
+from fusewright.fusion.match.contraction import Operand
+from fusewright.fusion.match.masks import MaskKind, MaskPlan
+from fusewright.fusion.match.scores import Scores
+from fusewright.fusion.match.site import Labels, RefusedError, Site
+from fusewright.fusion.ops import attention as attention_op
+from fusewright.passes.base import Pass, PassContext, Stage, tensor_of
+
+
+@dataclass(frozen=True)
+class Core:
+    """A recognised softmax(terms(scale * q @ k^T)) @ v.
+
+    Attributes:
+        scores: how the softmax's input is made.
+        v: the values; canonical order (B,N,S,H) or (G,S,H).
+        out_perm: axis i of the output is axis `out_perm[i]` of the canonical (B,N,T,H) or (G,T,H).
+        output: the node of the last product.
+        heads: N where a view somewhere between the products splits G, else None.
+        shaped: nodes that spell out a shape, with the labels of their axes.
+    """
+
+    scores: Scores
+    v: Operand
+    out_perm: tuple[int, ...]
+    output: fx.Node
+    heads: int | None
+    shaped: dict[fx.Node, Labels]
+
+
+def recognise(softmax: view.Op) -> Core:
+    """Read the attention around `softmax`.
+
+    Raises:
+        RefusedError: with the first node that differs from attention, and how.
+    """
+    node, rank = softmax.node, view.rank_of(softmax.node)
+    if rank not in (3, 4):
+        raise RefusedError(node, f"the softmax has {rank} axes; 3 or 4 are understood")
+    if softmax.attrs["dim"] != rank - 1:
+        raise RefusedError(node, f"the softmax is over axis {softmax.attrs['dim']}, not over the last, {rank - 1}")
+    found = scores.scores_of(softmax.inputs[0], node)
+    shaped = dict(found.shaped)
+    heads, probabilities, product = _to_values(node, found.heads, shaped)
+    return _with_values(found, product, probabilities, heads, shaped)
+
+
+def _to_values(
+    node: fx.Node, heads: int | None, shaped: dict[fx.Node, Labels]
+) -> tuple[int | None, fx.Node, view.Op]:
+    """Walk from the softmax down to the product with v, through what does not change the probabilities."""
+    while True:
+        if len(node.users) != 1:
+            raise RefusedError(node, f"the probabilities are {site.describe_users(node)}")
+        below = next(iter(node.users))
+        op = view.normalize(below)
+        if op is None:
+            reason = "returned by the model" if below.op == "output" else f"used by {below.name}, not multiplied by v"
+            raise RefusedError(below, f"the probabilities are {reason}")
+        if op.kind in ("matmul", "einsum"):
+            return heads, node, op
+        if op.kind == "dropout":
+            if op.attrs["training"] is not False and op.attrs["p"] != 0:
+                raise RefusedError(below, f"dropout with p={op.attrs['p']} acts on the probabilities")
+        elif op.kind == "cast":
+            if not op.attrs["dtype"].is_floating_point:
+                raise RefusedError(below, f"the probabilities are cast to {op.attrs['dtype']}")
+        elif op.kind == "view":
+            heads = _split(node, below, heads, shaped)
+        elif op.kind != "copy":
+            raise RefusedError(below, f"{op.kind} stands between the softmax and the product with v")
+        node = below
+
+
+def _split(node: fx.Node, below: fx.Node, heads: int | None, shaped: dict[fx.Node, Labels]) -> int | None:
+    """A view of the probabilities: only batch and heads may be split or merged."""
+    before, after = view.shape_of(node), view.shape_of(below)
+    if view.dtype_of(node) != view.dtype_of(below):
+        raise RefusedError(below, "the probabilities are reinterpreted as another dtype")
+    if sizes.all_same(before, after):
+        shaped[below] = scores.LABELS_4 if len(after) == 4 else scores.LABELS_3
+        return heads
+    if {len(before), len(after)} != {3, 4} or not sizes.all_same(before[-2:], after[-2:]):
+        raise RefusedError(below, f"a view regroups the probabilities: {tuple(before)} to {tuple(after)}")
+    split = (after if len(after) == 4 else before)[1]
+    if not isinstance(split, int) or heads not in (None, split):
+        raise RefusedError(below, f"a view splits the probabilities into {split} heads")
+    shaped[below] = scores.LABELS_4 if len(after) == 4 else scores.LABELS_3
+    return split
+
+
+def _with_values(
+    found: Scores, product: view.Op, probabilities: fx.Node, heads: int | None, shaped: dict[fx.Node, Labels]
+) -> Core:
+    labels = contraction.labels_of(product)
+    if labels is None:
+        raise RefusedError(product.node, "the product with v broadcasts its batch axes, or has other than 3 or 4 axes")
+    left, right, out = labels
+    if product.inputs[0] is product.inputs[1]:
+        raise RefusedError(product.node, "the probabilities are multiplied by themselves")
+    rows, values = (left, right) if product.inputs[0] is probabilities else (right, left)
+    v_node = product.inputs[1] if product.inputs[0] is probabilities else product.inputs[0]
+    summed = [letter for letter in rows if letter in values and letter not in out]
+    own = [letter for letter in values if letter not in rows]
+    if summed != [rows[-1]] or len(own) != 1 or len(values) != len(rows):
+        raise RefusedError(product.node, f"the product {left},{right}->{out} does not sum the probabilities over keys")
+    if rows[-2] in values or sorted(out) != sorted(rows[:-1] + own[0]):
+        raise RefusedError(product.node, f"the product {left},{right}->{out} mixes query and key axes of v")
+    v_perm = tuple(values.index(letter) for letter in rows[:-2] + rows[-1] + own[0])
+    canonical = rows[:-1] + own[0]
+    out_perm = tuple(canonical.index(letter) for letter in out)
+    return Core(found, Operand(v_node, v_perm), out_perm, product.node, heads, shaped)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The three operands looked through: scale of q and k taken out, repeated heads undone."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    scale: float
+    groups: int
+    shaped: dict[fx.Node, Labels]
+
+
+def _look_through(core: Core) -> _Operands:
+    q, q_scale = contraction.peel(core.scores.q, scale=True)
+    k, k_scale = contraction.peel(core.scores.k, scale=True)
+    v, _ = contraction.peel(core.v, scale=False)
+    if k.base is q.base and k.perm != q.perm:
+        k, k_scale = core.scores.k, 1.0
+    if v.base in (q.base, k.base) and v.perm != (q if v.base is q.base else k).perm:
+        v = core.v
+    shaped, groups = dict(core.shaped), 1
+    if len(k.perm) == 4 and len(v.perm) == 4:
+        (few_k, shaped_k, repeats_k), (few_v, shaped_v, repeats_v) = contraction.ungroup(k), contraction.ungroup(v)
+        if repeats_k == repeats_v > 1:
+            k, v, groups = few_k, few_v, repeats_k
+            shaped |= shaped_k | shaped_v
+    return _Operands(q, k, v, core.scores.scale * q_scale * k_scale, groups, shaped)
+
+
+def _canonical(operand: Operand) -> tuple[int | torch.SymInt, ...]:
+    shape = view.shape_of(operand.base)
+    return tuple(shape[axis] for axis in operand.perm)
+
+
+def _names(operand: Operand, head: str, tokens: str) -> Labels:
+    front: Labels = ("b", head) if len(operand.perm) == 4 else ("g",)
+    return contraction.placed(operand.perm, (*front, tokens, "h"))
+
+
+def _check(core: Core, parts: _Operands) -> torch.dtype:
+    """Dtypes, devices and sizes that the operator needs; returns the dtype that attention runs in."""
+    bases = [parts.q.base, parts.k.base, parts.v.base]
+    dtype = view.dtype_of(core.scores.product)
+    if dtype not in attention_op.DTYPES or view.dtype_of(core.output) != dtype:
+        raise RefusedError(core.output, f"the product is {view.dtype_of(core.output)}, the scores {dtype}")
+    devices = {tensor_of(b).device for b in bases}  # type: ignore[union-attr]
+    if len(devices) > 1:
+        raise RefusedError(core.output, f"q, k and v are on several devices: {devices}")
+    if not (math.isfinite(parts.scale) and parts.scale > 0):
+        raise RefusedError(core.scores.product, f"the scale {parts.scale} is not a positive number")
+    q, k, v = _canonical(parts.q), _canonical(parts.k), _canonical(parts.v)
+    if not sizes.same(q[-1], v[-1]):
+        raise RefusedError(core.output, f"v has head size {v[-1]}, q has {q[-1]}")
+    if not sizes.same(k[-2], v[-2]):
+        raise RefusedError(core.output, f"k has {k[-2]} tokens, v has {v[-2]}")
+    if len(q) == 4 and not (isinstance(q[1], int) and isinstance(k[1], int)):
+        raise RefusedError(core.output, "the number of heads is dynamic")
+    for name, x in (("k", k), ("v", v)):
+        heads = [q[0]] if len(q) == 3 else [q[0], q[1] // parts.groups]
+        if len(x) == len(q) and not sizes.all_same(x[:-2], heads):
+            raise RefusedError(core.output, f"{name} broadcasts its batch or head axes to those of q")
+    return dtype
+
+
+def _head_axis(operand: Operand, heads: int | None) -> int | None:
+    return None if len(operand.perm) == 4 else (heads or 0)
+
+
+def _plan(core: Core, training: bool) -> tuple[Site, build.Plan]:
+    parts = _look_through(core)
+    dtype = _check(core, parts)
+    tokens, keys = _canonical(parts.q)[-2], _canonical(parts.k)[-2]
+    square = sizes.same(tokens, keys)
+    plan = masks.plan_masks(core.scores.terms, core.scores.product, square=square, training=training)
+    cast = {x.base: None if view.dtype_of(x.base) == dtype else dtype for x in (parts.q, parts.k, parts.v)}
+    layout = lambda x: build.Layout(x.perm, _head_axis(x, core.heads), cast[x.base])  # noqa: E731 - used thrice below
+    terms, labels = _mask_terms(core, plan)
+    out_rank = len(core.out_perm)
+    replacement = build.Plan(
+        layout(parts.q), layout(parts.k), layout(parts.v), parts.groups, core.out_perm,
+        None if out_rank == 4 else (core.heads or 0), parts.scale, plan.kind, terms, plan.value, dtype, training,
+    )  # fmt: skip
+    labels |= parts.shaped
+    few = "k" if parts.groups > 1 else "n"
+    named = _operand_labels(parts, few, core.output)
+    return _site(core, parts, plan, {**labels, **named}, square, cast), replacement
+
+
+def _operand_labels(parts: _Operands, few: str, output: fx.Node) -> dict[fx.Node, Labels]:
+    named: dict[fx.Node, Labels] = {}
+    perms: dict[fx.Node, tuple[int, ...]] = {}
+    for operand, head, tokens in ((parts.q, "n", "t"), (parts.k, few, "s"), (parts.v, few, "s")):
+        if perms.setdefault(operand.base, operand.perm) != operand.perm:
+            raise RefusedError(output, f"{operand.base.name} is used as two operands in two layouts")
+        named[operand.base] = _names(operand, head, tokens)
+    return named
+
+
+def _mask_terms(core: Core, plan: MaskPlan) -> tuple[tuple[build.TermPlan, ...], dict[fx.Node, Labels]]:
+    labels: dict[fx.Node, Labels] = {}
+    terms = []
+    for term in plan.terms:
+        full = _scores_shape(core, term.rank)
+        names = scores.LABELS_4 if term.rank == 4 else scores.LABELS_3
+        found = site.broadcast_labels(term.mask, full, names)
+        if found is None:
+            raise RefusedError(term.mask, f"a mask of shape {tuple(view.shape_of(term.mask))} for scores {tuple(full)}")
+        labels[term.mask] = found
+        if term.rank == 3 and core.heads is not None:
+            raise RefusedError(term.mask, "a mask is applied while batch and heads share an axis")
+        lacks_heads = term.rank == 3 and len(found) == 3
+        terms.append(build.TermPlan(lacks_heads, term.sign, term.inverted))
+    return tuple(terms), labels
+
+
+def _scores_shape(core: Core, rank: int) -> tuple[int | torch.SymInt, ...]:
+    shape = tuple(view.shape_of(core.scores.product))
+    if len(shape) == rank:
+        return shape
+    assert core.heads is not None, core
+    return (shape[0] // core.heads, core.heads, *shape[1:]) if rank == 4 else (shape[0] * shape[1], *shape[2:])
+
+
+def _site(
+    core: Core, parts: _Operands, plan: MaskPlan, labels: dict[fx.Node, Labels], square: bool, cast: dict[fx.Node, torch.dtype | None]
+) -> Site:
+    """The nodes and the small sizes of the proof: heads as they are, everything else as small as it can be."""
+    heads = core.heads or (_canonical(parts.q)[1] if len(parts.q.perm) == 4 else 1)
+    assert isinstance(heads, int), heads
+    tokens = 6
+    dims = {"b": 2, "n": heads, "k": heads // parts.groups, "r": parts.groups, "t": tokens, "h": 8, "g": 2 * heads}
+    dims["s"] = tokens if square else 7
+    dtype = view.dtype_of(core.scores.product)
+    causal = {t.mask: t.inverted for t in plan.terms} if plan.kind is MaskKind.CAUSAL else {}
+    return Site(
+        output=core.output,
+        inputs=(parts.q.base, parts.k.base, parts.v.base, *(t.mask for t in plan.terms)),
+        labels=labels,
+        sizes=dims,
+        autocast=dtype if any(cast.values()) else None,
+        masks=frozenset(t.mask for t in plan.terms),
+        causal=causal,
+    )
+
+
+class FuseAttention(Pass):
+    """softmax(scale * q @ k^T + mask) @ v, however it is spelled, becomes `fusewright::attention`.
+
+    Every axis, permutation and constant is checked, and each distinct place is proven on random inputs before the
+    graph is touched. `torch.nn.functional.scaled_dot_product_attention` is counted and left alone.
+    """
+
+    name: ClassVar[str] = "fuse_attention"
+    stage: ClassVar[Stage] = Stage.FORWARD
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    requires: ClassVar[tuple[str, ...]] = ()
+
+    def digest_sources(self) -> Sequence[object]:
+        return (attention_op, build, contraction, masks, proof, scores, site, sizes, view)
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
+        rewrites = 0
+        for node in list(gm.graph.nodes):
+            op = view.normalize(node)
+            if op is not None and op.kind == "sdpa":
+                ctx.recognise("sdpa")
+            if op is None or op.kind != "softmax":
+                continue
+            try:
+                core = recognise(op)
+                ctx.recognise("attention")
+                self._rewrite(gm, core, ctx)
+            except RefusedError as refusal:
+                ctx.declined(refusal.node, refusal.reason)
+                continue
+            rewrites += 1
+        if rewrites:
+            gm.recompile()
+        return rewrites
+
+    def _rewrite(self, gm: fx.GraphModule, core: Core, ctx: PassContext) -> None:
+        place, plan = _plan(core, ctx.training)
+        writer = site.written_between(place)
+        if writer is not None:
+            raise RefusedError(core.output, f"{writer} writes to a tensor before the product with v")
+        replacement = build.build(plan)
+        proof.demand(place, replacement, training=ctx.training)
+        site.splice(gm, place, replacement)
+        site.erase(gm, place.nodes)

@@ -1,0 +1,176 @@
+"""What the masks of one attention amount to: none, causal, one boolean or one additive mask."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fusewright.fusion.match.scores import Term
+from fusewright.fusion.match.site import RefusedError, call
+from fusewright.fusion.match.sizes import same
+from fusewright.fusion.match.view import dtype_of, shape_of, spelling, writes_in_place
+from fusewright.passes.base import tensor_of, value_of
+
+
+class MaskKind(enum.Enum):
+    """How the operator gets its mask."""
+
+    NONE = "none"
+    CAUSAL = "causal"
+    BOOLEAN = "boolean"
+    ADDITIVE = "additive"
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """The masks of one site.
+
+    BOOLEAN: `terms` are fills of one `value`; a key is hidden where any of them says so. ADDITIVE: they are summed.
+    """
+
+    kind: MaskKind
+    terms: tuple[Term, ...] = ()
+    value: float = 0.0
+
+
+# What a mask may be computed with so that its values are known while compiling: no data, no chance.
+_CONSTANT_OPS = frozenset(
+    (
+        "arange zeros ones full new_ones new_zeros new_full tril triu eq ne lt le gt ge and_ or_ invert __and__ __or__ "
+        "__invert__ logical_and logical_or logical_not add sub mul neg where masked_fill to type float bool long int "
+        "type_as unsqueeze squeeze view reshape expand getitem cumsum diff transpose permute zeros_like ones_like "
+        "full_like tensor scalar_tensor outer contiguous clone full_like fill"
+    ).split()
+)
+_LARGEST_CONSTANT = 1 << 24  # elements; a boolean mask of 4096 x 4096 tokens, about 30 ms to make
+
+
+def plan_masks(terms: tuple[Term, ...], query: fx.Node, *, square: bool, training: bool) -> MaskPlan:
+    """Sum up `terms`.
+
+    Args:
+        query: a node of the dtype and device that attention is computed in.
+        square: whether the numbers of queries and keys are equal.
+        training: whether gradients are asked for.
+    """
+    if not terms:
+        return MaskPlan(MaskKind.NONE)
+    if len(terms) == 1 and square and is_causal(terms[0]):
+        return MaskPlan(MaskKind.CAUSAL, terms)
+    for term in terms:
+        if term.kind == "add":
+            _check_additive(term, query, training)
+    fills = [term for term in terms if term.kind == "fill"]
+    if not fills:
+        return MaskPlan(MaskKind.ADDITIVE, terms)
+    if len(fills) < len(terms):
+        raise RefusedError(terms[-1].mask, "boolean and additive masks together: a hidden row could differ")
+    if len({term.value for term in fills}) > 1:
+        raise RefusedError(terms[-1].mask, "boolean masks fill with different values")
+    return MaskPlan(MaskKind.BOOLEAN, terms, fills[0].value)
+
+
+def _check_additive(term: Term, query: fx.Node, training: bool) -> None:
+    mask = tensor_of(term.mask)
+    assert mask is not None, term
+    if mask.dtype not in (dtype_of(query), torch.float32):
+        raise RefusedError(term.mask, f"a mask of dtype {mask.dtype} is added to scores of {dtype_of(query)}")
+    if training and mask.requires_grad:
+        raise RefusedError(term.mask, "the mask requires a gradient")
+
+
+def is_causal(term: Term) -> bool:
+    """Whether `term` hides exactly the keys after each query, whatever the input; False where that is not known."""
+    shape = shape_of(term.mask)
+    if len(shape) < 2 or not same(shape[-1], shape[-2]):
+        return False
+    known = constant_value(term.mask)
+    if known is None:
+        return term.kind == "fill" and _hides_future(term.mask, term.inverted)
+    future = torch.ones(known.shape[-2:], dtype=torch.bool).triu_(1)
+    if term.kind == "fill":
+        return bool((known == (future != term.inverted)).all())
+    if term.sign != 1:
+        return False
+    hidden = (known == -math.inf) | (known == torch.finfo(known.dtype).min) if known.is_floating_point() else known < 0
+    return bool(((known == 0) == ~future).all() and (hidden == future).all())
+
+
+def _hides_future(node: fx.Node, inverted: bool) -> bool:
+    """The dynamic spellings: a comparison of `tril(ones(T, T))` or `triu(ones(T, T), 1)`, or one of them as bool."""
+    while spelling(node) in ("view", "reshape", "unsqueeze", "to", "bool", "getitem", "expand") and node.args:
+        if not _keeps_order(node):
+            return False
+        assert isinstance(node.args[0], fx.Node), node
+        node = node.args[0]
+    name = spelling(node)
+    if name in ("logical_not", "invert", "__invert__") and isinstance(node.args[0], fx.Node):
+        return _hides_future(node.args[0], not inverted)
+    if name in ("eq", "ne") and len(node.args) == 2 and node.args[1] in (0, 1) and isinstance(node.args[0], fx.Node):
+        flips = (name == "eq") == (node.args[1] == 0)
+        return _hides_future(node.args[0], inverted != flips)
+    if name not in ("tril", "triu") or not isinstance(node.args[0], fx.Node) or spelling(node.args[0]) != "ones":
+        return False
+    diagonal = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
+    shape = shape_of(node)
+    if len(shape) != 2 or not same(shape[0], shape[1]):
+        return False
+    return (name, diagonal, inverted) in (("triu", 1, False), ("tril", 0, True))
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    """Whether a view only adds axes in front: the last two sizes stay, and every other is 1."""
+    source = node.args[0]
+    if tensor_of(source) is None or tensor_of(node) is None or not isinstance(source, fx.Node):
+        return False
+    before, after = shape_of(source), shape_of(node)
+    sizes_stay = len(before) >= 2 and len(after) >= 2 and all(map(same, before[-2:], after[-2:]))
+    return sizes_stay and all(same(size, 1) for size in before[:-2])
+
+
+def constant_value(node: fx.Node) -> torch.Tensor | None:
+    """The value of a node that depends on no input, computed on the CPU; None where it does, or is too large."""
+    order = _constant_ancestors(node)
+    if order is None:
+        return None
+    with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
+        values: dict[fx.Node, object] = {}
+        for step in order:
+            args, kwargs = fx.map_arg((step.args, step.kwargs), values.__getitem__)
+            values[step] = call(step, *_on_cpu(args, kwargs))
+    result = values[node]
+    assert isinstance(result, torch.Tensor), node
+    return result
+
+
+def _on_cpu(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tuple[object, ...], dict[str, object]]:
+    cpu = torch.device("cpu")
+    swap = lambda x: cpu if isinstance(x, torch.device) else x  # noqa: E731 - one use, one line
+    kept = {k: cpu if k == "device" else swap(v) for k, v in kwargs.items() if k not in ("pin_memory", "layout")}
+    return tuple(map(swap, args)), kept
+
+
+def _constant_ancestors(node: fx.Node) -> list[fx.Node] | None:
+    """`node` and all that it is made from, in graph order; None where something is no constant."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        step = stack.pop()
+        if step in found:
+            continue
+        value = value_of(step)
+        if spelling(step).rstrip("_") not in _CONSTANT_OPS or writes_in_place(step) or not isinstance(value, torch.Tensor):
+            return None
+        if any(writes_in_place(user) for user in step.users):
+            return None
+        if not all(isinstance(size, int) for size in value.shape) or value.numel() > _LARGEST_CONSTANT:
+            return None
+        found.add(step)
+        stack += step.all_input_nodes
+    return [step for step in node.graph.nodes if step in found]

@@ -17,7 +17,7 @@ from fusewright.errors import UserInputError
 from fusewright.passes.base import Pass, PassContext, Stage, tensor_of
 from fusewright.passes.comm import collectives, dependencies
 from fusewright.passes.comm import plan as planning
-from fusewright.passes.comm.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, Kind
+from fusewright.passes.comm.collectives import ALL_GATHER, MEMBERS, REDUCE_SCATTER, WAIT, Kind
 from fusewright.passes.comm.dependencies import Effect, SortKey, effect_of, reorder
 from fusewright.passes.comm.plan import Bucket, plan
 
@@ -57,12 +57,15 @@ class BucketCollectives(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
         """Merge what may be merged; return the number of buckets made."""
-        made = 0
-        for kind in Kind:  # one after the other: see `plan`
-            buckets = plan(gm.graph, kind, self.cap_bytes, ctx)
-            if buckets:
-                _apply(gm.graph, buckets)
-            made += len(buckets)
+        made, before = 0, -1
+        earlier = list(ctx.declines)
+        while made > before:  # a result that now stands earlier can free another collective; declines count in the end
+            before, ctx.declines[:] = made, earlier
+            for kind in Kind:  # one after the other: see `plan`
+                buckets = plan(gm.graph, kind, self.cap_bytes, ctx)
+                if buckets:
+                    _apply(gm.graph, buckets)
+                made += len(buckets)
         if made:
             gm.graph.lint()
             gm.recompile()
@@ -111,7 +114,7 @@ def _merge(graph: fx.Graph, bucket: Bucket) -> tuple[list[fx.Node], list[fx.Node
         rows = [emit(aten.reshape.default, m.source, [ranks, n]) for m, n in zip(bucket.members, counts, strict=True)]
         sent = emit(aten.reshape.default, emit(aten.cat.default, rows, 1), [ranks * sum(counts)])
         start = emit(REDUCE_SCATTER, sent, key.reduce_op, ranks, key.group)
-    start.meta["bucket_members"] = tuple(member.node.name for member in bucket.members)
+    start.meta[MEMBERS] = tuple(member.node.name for member in bucket.members)
     started, emit.nodes = emit.nodes, []
     arrived = emit(WAIT, start)
     if key.kind is Kind.ALL_GATHER:

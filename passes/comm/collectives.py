@@ -17,6 +17,8 @@ ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+MEMBERS = "bucket_members"  # key in the `meta` of a merged collective: names of what it replaces
+
 # These start an exchange and touch nothing but their fresh result. Whatever else lives in these namespaces (send and
 # receive, in-place and `_out` variants) may pair up with an operator of another rank, or write while others read.
 _FUNCTIONAL = frozenset(
@@ -61,16 +63,26 @@ class Collective:
 
     Attributes:
         node: the call that starts it.
-        source: its input.
         waits: every user of `node`, each a `wait_tensor`.
         whole_bytes: size of the larger side: the gathered output or the unreduced input.
     """
 
     node: fx.Node
-    source: fx.Node
     waits: tuple[fx.Node, ...]
     key: MergeKey
     whole_bytes: int
+
+    @property
+    def merged(self) -> bool:
+        """Whether it is a bucket already."""
+        return MEMBERS in self.node.meta
+
+    @property
+    def source(self) -> fx.Node:
+        """Its input now: merging another bucket may have replaced it since this one was found."""
+        source = self.node.args[0]
+        assert isinstance(source, fx.Node), source
+        return source
 
 
 def namespace_and_name(target: object) -> tuple[str, str]:
@@ -127,4 +139,4 @@ def mergeable(node: fx.Node) -> Collective | str:
         return "its reduce operation is not a name"
     assert isinstance(group_size, int), group_size
     key = MergeKey(kind, group, group_size, small.dtype, small.device, reduce_op)
-    return Collective(node, source, tuple(node.users), key, max(t.numel() * t.element_size() for t in (small, whole)))
+    return Collective(node, tuple(node.users), key, max(t.numel() * t.element_size() for t in (small, whole)))

@@ -5,6 +5,9 @@ stands at its last member: what reads earlier members is moved down. Only light 
 past a write to what they read and never past a barrier. Since gathers are only moved up and reductions only down, and
 each kind is planned and applied before the other is looked at, no two buckets can come to wait for each other.
 
+What is a bucket already ends the one before it and takes nobody in: else bytes would be copied twice, and a collective
+that fits nowhere would travel across whole layers to meet another such.
+
 Every decision is a function of the graph's order, operators and sizes. How much light work lies between two collectives
 never counts, so that ranks whose uneven shards differ in padding still decide alike.
 """
@@ -104,6 +107,9 @@ def _plan_gathers(
         member = found.get(node)
         if member is None:
             continue
+        if member.merged:
+            current.pop(member.key, None)
+            continue
         bucket = current.get(member.key)
         if bucket is not None and bucket.whole_bytes + member.whole_bytes <= cap_bytes:
             reason = _why_not_lifted(bucket, block, barrier, facts)
@@ -202,6 +208,9 @@ def _plan_reductions(
                 bucket.meet(node, facts)
         member = found.get(node)
         if member is None:
+            continue
+        if member.merged:
+            current.pop(member.key, None)
             continue
         old = current.get(member.key)
         fits = old is not None and old.bucket.whole_bytes + member.whole_bytes <= cap_bytes

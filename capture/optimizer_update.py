@@ -1,0 +1,211 @@
+"""The update rules of torch's SGD, Adam and AdamW as functions of tensors, so that a whole-step graph can hold them.
+
+Every hyper-parameter enters the graph as a 0-dim float64 tensor: a scheduler or an edited parameter group changes a
+value, never the graph. Only what changes the formula (momentum at all, nesterov, amsgrad, ...) is part of the graph's
+identity (`UpdateRule`).
+
+Step counters that lie on the CPU (torch's default) are read on the host, and what depends on them is computed there in
+double precision as torch's own implementation does. Counters on a device (capturable, fused) stay there: reading them
+would wait for the device, so the same values are computed inside the graph.
+
+Formulas: torch.optim.SGD, torch.optim.Adam (Kingma and Ba, arXiv:1412.6980), torch.optim.AdamW (Loshchilov and Hutter,
+arXiv:1711.05101), amsgrad (Reddi et al., ICLR 2018).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+
+class Family(enum.Enum):
+    """Which formula."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """What of one parameter group changes the formula; two groups with equal rules share their graph."""
+
+    family: Family
+    maximize: bool
+    weight_decay: bool
+    momentum: bool = False
+    nesterov: bool = False
+    decoupled: bool = False
+    amsgrad: bool = False
+    device_steps: bool = False
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The state tensors of a parameter that have the parameter's shape, by torch's names."""
+        if self.family is Family.SGD:
+            return ("momentum_buffer",) if self.momentum else ()
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        """The 0-dim float64 inputs that all parameters of one group with equal step counters share."""
+        if self.family is Family.SGD:
+            return ("neg_lr", "weight_decay", "momentum", "grad_weight")
+        if self.device_steps:
+            return ("neg_lr", "decay", "beta1", "grad_weight", "beta2", "square_weight", "eps")
+        return ("neg_step_size", "decay", "grad_weight", "beta2", "square_weight", "bias_correction2_sqrt", "eps")
+
+
+def decline_reason(optimizer: Optimizer) -> str | None:
+    """Why `optimizer` cannot be part of a graph, or None where it can.
+
+    Only torch's own classes qualify, not subclasses: those may override `step`.
+    """
+    if type(optimizer) not in (SGD, Adam, AdamW):
+        return f"{type(optimizer).__name__} is not one of torch.optim.SGD, Adam, AdamW"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "the optimizer has step hooks"
+    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+        return "a step hook is registered for all optimizers"
+    for number, group in enumerate(optimizer.param_groups):
+        if group["differentiable"]:
+            return f"parameter group {number} has differentiable=True"
+        if any(parameter.is_complex() for parameter in group["params"]):
+            return f"parameter group {number} holds a complex parameter"
+        for name in ("lr", "weight_decay", "betas"):
+            if any(_on_device(value) for value in _flat(group.get(name, 0.0))):
+                return f"parameter group {number} keeps {name} in a device tensor, which the host would have to wait for"
+    return None
+
+
+def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+    """The formula that `group` asks for. `optimizer` is one that `decline_reason` accepts."""
+    if isinstance(optimizer, SGD):
+        return UpdateRule(
+            Family.SGD,
+            maximize=bool(group["maximize"]),
+            weight_decay=float(group["weight_decay"]) != 0,
+            momentum=group["momentum"] != 0,
+            nesterov=bool(group["nesterov"]),
+        )
+    return UpdateRule(
+        Family.ADAM,
+        maximize=bool(group["maximize"]),
+        weight_decay=float(group["weight_decay"]) != 0,
+        decoupled=bool(group["decoupled_weight_decay"]),
+        amsgrad=bool(group["amsgrad"]),
+        device_steps=_device_steps(group),
+    )
+
+
+def scalars(rule: UpdateRule, group: Mapping[str, Any], step: float) -> tuple[float, ...]:
+    """The values of `rule.scalar_names`, in double precision.
+
+    `step` is the counter after this step, 1 at the first one (ignored with device counters; SGD has none of its own
+    and takes 1 for "no momentum buffer yet", anything else for "has one").
+    """
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    if rule.family is Family.SGD:
+        grad_weight = 1.0 if step == 1 else 1.0 - group["dampening"]
+        return (-lr, weight_decay, float(group["momentum"]), grad_weight)
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    decay = 1 - lr * weight_decay if rule.decoupled else weight_decay
+    if rule.device_steps:
+        return (-lr, decay, beta1, 1 - beta1, beta2, 1 - beta2, group["eps"])
+    neg_step_size = -lr / (1 - beta1**step)
+    return (neg_step_size, decay, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5, group["eps"])
+
+
+def updated(
+    rule: UpdateRule,
+    parameter: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    scalar: Sequence[Tensor],
+    step: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The parameter and its state after one step, as new tensors of the dtypes that went in.
+
+    Args:
+        rule: the formula.
+        parameter: of any shape and floating dtype; half precision is computed in float32 and rounded once at the end.
+        grad: of the parameter's shape.
+        state: by `rule.state_names`.
+        scalar: 0-dim tensors in the order of `rule.scalar_names`.
+        step: 0-dim counter before this step; only with `rule.device_steps`.
+    """
+    wide = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+    p, g = parameter.to(wide), grad.to(wide)
+    moments = {name: tensor.to(wide) for name, tensor in state.items()}
+    if rule.maximize:
+        g = -g
+    new_state: dict[str, Tensor] = {}
+    if rule.family is Family.SGD:
+        p, new = _sgd(rule, p, g, moments, scalar)
+    else:
+        if rule.device_steps:
+            assert step is not None, "device_steps needs the step counter"
+            new_state["step"] = step + 1
+            scalar = _scalars_on_device(scalar, new_state["step"])
+        p, new = _adam(rule, p, g, moments, scalar)
+    new_state.update({name: tensor.to(state[name].dtype) for name, tensor in new.items()})
+    return p.to(parameter.dtype), new_state
+
+
+def _sgd(
+    rule: UpdateRule, p: Tensor, g: Tensor, state: Mapping[str, Tensor], scalar: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    neg_lr, weight_decay, momentum, grad_weight = scalar
+    if rule.weight_decay:
+        g = g + p * weight_decay
+    if not rule.momentum:
+        return p + g * neg_lr, {}
+    buffer = state["momentum_buffer"] * momentum + g * grad_weight
+    g = g + buffer * momentum if rule.nesterov else buffer
+    return p + g * neg_lr, {"momentum_buffer": buffer}
+
+
+def _adam(
+    rule: UpdateRule, p: Tensor, g: Tensor, state: Mapping[str, Tensor], scalar: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    neg_step_size, decay, grad_weight, beta2, square_weight, bias_correction2_sqrt, eps = scalar
+    if rule.weight_decay:
+        if rule.decoupled:
+            p = p * decay
+        else:
+            g = g + p * decay
+    mean = state["exp_avg"] + (g - state["exp_avg"]) * grad_weight
+    square = state["exp_avg_sq"] * beta2 + (g * square_weight) * g
+    new = {"exp_avg": mean, "exp_avg_sq": square}
+    if rule.amsgrad:
+        square = torch.maximum(state["max_exp_avg_sq"], square)
+        new["max_exp_avg_sq"] = square
+    denominator = square.sqrt() / bias_correction2_sqrt + eps
+    return p + (mean * neg_step_size) / denominator, new
+
+
+def _scalars_on_device(scalar: Sequence[Tensor], step: Tensor) -> tuple[Tensor, ...]:
+    """What `scalars` computes with host counters, from a counter (after this step) that stays on its device."""
+    neg_lr, decay, beta1, grad_weight, beta2, square_weight, eps = scalar
+    neg_step_size = neg_lr / (1 - beta1**step)
+    return (neg_step_size, decay, grad_weight, beta2, square_weight, (1 - beta2**step).sqrt(), eps)
+
+
+def _device_steps(group: Mapping[str, Any]) -> bool:
+    """True where torch keeps the group's step counters beside the parameters, and those are not on the CPU."""
+    beside = bool(group["capturable"]) or bool(group["fused"])
+    return beside and any(parameter.device.type != "cpu" for parameter in group["params"])
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"

@@ -1,0 +1,397 @@
+"""Captures forward, loss, backward and optimizer update of a training step as one functional ATen graph.
+
+Dynamo breaks a graph at `backward()`, so the step is traced below it: `make_fx` runs the user's own Python on fake
+tensors, through torch's own autograd. Hooks, checkpointing, autocast and custom autograd functions need no support here.
+
+Every tensor that may change between two steps is an input of the graph (`Slot`). What the step changes in place is
+computed functionally and written back by `copy_` nodes at the end of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from fusewright.capture.optimizer_update import UpdateRule, updated
+from fusewright.errors import CaptureError
+
+Role = Literal["param", "buffer", "attribute", "grad", "state", "scalar", "scale", "argument"]
+
+
+class Slot(NamedTuple):
+    """One input of the graph: `index` counts parameters, buffers, ...; `name` tells states and scalars apart."""
+
+    role: Role
+    index: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """What the step does with one parameter.
+
+    Attributes:
+        name: dotted name inside the module that is called; empty for one that only the optimizer knows.
+        requires_grad: whether autograd computes a gradient for it.
+        has_grad: whether `.grad` holds a gradient that the new one is added to.
+        bucket: which entry of `StepPlan.buckets` updates it; None where the graph leaves it as it is.
+    """
+
+    name: str
+    requires_grad: bool
+    has_grad: bool
+    bucket: int | None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step as data.
+
+    Attributes:
+        parameters: every parameter of the module and of the optimizer, each once.
+        buffers: dotted names of the module's buffers, each once.
+        attributes: modules and names of tensors that are plain attributes, neither parameter nor buffer.
+        buckets: one update rule per set of scalars.
+        arguments: how to rebuild the module's arguments from its tensors (spec) and the rest (constants).
+        constants: leaves of the arguments; None where a tensor comes in.
+        accumulate: the loss is divided by this.
+        clip: largest 2-norm of all gradients that are applied, or None.
+        scaled: whether the loss is multiplied by the slot "scale" before the backward pass.
+    """
+
+    parameters: tuple[ParameterPlan, ...]
+    buffers: tuple[str, ...]
+    attributes: tuple[tuple[nn.Module, str], ...]
+    buckets: tuple[UpdateRule, ...]
+    arguments: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    accumulate: int = 1
+    clip: float | None = None
+    scaled: bool = False
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Every tensor that the step may read, in the order of the traced function's arguments."""
+        found = [Slot("param", i) for i in range(len(self.parameters))]
+        found += [Slot("buffer", i) for i in range(len(self.buffers))]
+        found += [Slot("attribute", i) for i in range(len(self.attributes))]
+        for i, parameter in enumerate(self.parameters):
+            if parameter.has_grad:
+                found.append(Slot("grad", i))
+            if parameter.bucket is not None:
+                rule = self.buckets[parameter.bucket]
+                found += [Slot("state", i, name) for name in rule.state_names]
+                found += [Slot("state", i, "step")] if rule.device_steps else []
+        for i, rule in enumerate(self.buckets):
+            found += [Slot("scalar", i, name) for name in rule.scalar_names]
+        found += [Slot("scale", 0)] if self.scaled else []
+        tensors = sum(constant is None for constant in self.constants)
+        return tuple(found + [Slot("argument", i) for i in range(tensors)])
+
+
+class StepFunction:
+    """The step as a function of flat tensors, in the order of `plan.slots()`; it changes none of the live objects.
+
+    Returns the loss (detached, divided by `accumulate`), then new gradients of `grad_outputs`, then the new values of
+    `writes`; both lists are filled in by a call. Buffers are changed in place, as the module does it.
+
+    Raises:
+        CaptureError: the module does something that a graph would lose, such as setting an attribute.
+    """
+
+    def __init__(self, module: nn.Module, plan: StepPlan, hooks: Mapping[int, Sequence[Callable[..., Any]]]) -> None:
+        self._module = module
+        self._plan = plan
+        self._hooks = hooks
+        self.slots = plan.slots()
+        self.grad_outputs: tuple[int, ...] = ()
+        self.writes: tuple[Slot, ...] = ()
+
+    def __call__(self, *flat: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip(self.slots, flat, strict=True))
+        leaves = [
+            values[Slot("param", i)].detach().requires_grad_(parameter.requires_grad)
+            for i, parameter in enumerate(self._plan.parameters)
+        ]
+        for i, hooks in self._hooks.items():
+            for hook in hooks:
+                leaves[i].register_hook(hook)
+        rebound: dict[Slot, Tensor] = {}
+        with torch.enable_grad():
+            loss = self._loss(values, leaves, rebound)
+            grads = self._gradients(loss, values, leaves)
+        with torch.no_grad(), autocast_off({leaf.device.type for leaf in leaves}):
+            new_grads, new_values = self._finish(values, grads)
+        new_values |= {slot: value.detach() for slot, value in rebound.items()}
+        self.grad_outputs = tuple(new_grads)
+        self.writes = tuple(new_values)
+        return (loss.detach(), *new_grads.values(), *new_values.values())
+
+    def _loss(self, values: Mapping[Slot, Tensor], leaves: Sequence[Tensor], rebound: dict[Slot, Tensor]) -> Tensor:
+        """Run the module on the given tensors; buffers that it replaces by other tensors go to `rebound`."""
+        plan = self._plan
+        tensors = iter([value for slot, value in values.items() if slot.role == "argument"])
+        flat = [next(tensors) if constant is None else constant.value for constant in plan.constants]
+        buffers = {name: values[Slot("buffer", i)] for i, name in enumerate(plan.buffers)}
+        named = {p.name: leaf for p, leaf in zip(plan.parameters, leaves, strict=True) if p.name} | buffers
+        given = dict(named)
+        given_attributes = [(*owned, values[Slot("attribute", i)]) for i, owned in enumerate(plan.attributes)]
+        with frozen_attributes(self._module, given_attributes):
+            loss = torch.func.functional_call(self._module, named, tuple(pytree.tree_unflatten(flat, plan.arguments)))
+        for i, name in enumerate(plan.buffers):
+            if named[name] is not given[name]:
+                new, old = named[name], given[name]
+                if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
+                    raise CaptureError(f"forward replaces buffer {name!r} by a tensor of another shape, dtype or device")
+                rebound[Slot("buffer", i)] = new
+        changed = [p.name for p, leaf in zip(plan.parameters, leaves, strict=True) if p.name and named[p.name] is not leaf]
+        if changed:
+            raise CaptureError(f"forward replaces parameter {changed[0]!r}")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise CaptureError("loss_fn did not return a tensor of one element")
+        return loss / plan.accumulate if plan.accumulate > 1 else loss
+
+    def _gradients(
+        self, loss: Tensor, values: Mapping[Slot, Tensor], leaves: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
+        """The gradient of each parameter that has one after the backward pass, with what `.grad` held before."""
+        trainable = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+        scaled = loss * values[Slot("scale", 0)] if self._plan.scaled else loss
+        found = torch.autograd.grad(scaled, [leaves[i] for i in trainable], allow_unused=True)
+        new = {i: grad for i, grad in zip(trainable, found, strict=True) if grad is not None}
+        grads: dict[int, Tensor] = {}
+        for i, parameter in enumerate(self._plan.parameters):
+            if i in new and new[i].layout is not torch.strided:
+                raise CaptureError(f"the gradient of {parameter.name!r} is sparse")
+            if parameter.has_grad:
+                held = values[Slot("grad", i)]
+                grads[i] = held + new[i] if i in new else held
+            elif i in new:
+                grads[i] = new[i]
+        return grads
+
+    def _finish(
+        self, values: Mapping[Slot, Tensor], grads: Mapping[int, Tensor]
+    ) -> tuple[dict[int, Tensor], dict[Slot, Tensor]]:
+        """New gradients to hand out by parameter, and new values of slots."""
+        plan = self._plan
+        applied = {i: grad for i, grad in grads.items() if plan.parameters[i].bucket is not None}
+        if plan.clip is not None and applied:
+            coefficient = clip_coefficient(list(applied.values()), plan.clip)
+            applied = {i: grad * coefficient.to(grad.device) for i, grad in applied.items()}
+        new_grads: dict[int, Tensor] = {}
+        new_values: dict[Slot, Tensor] = {}
+        # `.grad` is added to in place later, so no two of them, and no input, may share memory
+        handed_out = {value.untyped_storage()._cdata for value in values.values()}
+        for i, grad in grads.items():
+            bucket = plan.parameters[i].bucket
+            if bucket is not None:
+                rule = plan.buckets[bucket]
+                names = (*rule.state_names, *(("step",) if rule.device_steps else ()))
+                state = {name: values[Slot("state", i, name)] for name in names}
+                scalars = [values[Slot("scalar", bucket, name)] for name in rule.scalar_names]
+                parameter = values[Slot("param", i)]
+                new, new_state = updated(rule, parameter, applied[i], state, scalars, state.pop("step", None))
+                new_values[Slot("param", i)] = new
+                new_values |= {Slot("state", i, name): value for name, value in new_state.items()}
+            elif not plan.parameters[i].has_grad:
+                storage = grad.untyped_storage()._cdata
+                new_grads[i] = grad.clone() if storage in handed_out else grad
+                handed_out.add(storage)
+            elif grad is not values[Slot("grad", i)]:
+                new_values[Slot("grad", i)] = grad
+        return new_grads, new_values
+
+
+class Constant(NamedTuple):
+    """A leaf of the arguments that is no tensor; part of the graph."""
+
+    value: Any
+
+
+@dataclass
+class WholeStep:
+    """A captured step: `graph_module` takes the tensors of `slots` and returns the loss and gradients.
+
+    Attributes:
+        graph_module: functional ATen, then one `copy_` per slot that the step changes, then the output.
+        slots: which tensor each placeholder wants; slots that the graph does not read are left out.
+        fakes: a fake tensor per slot, to lower the graph with.
+        grad_outputs: parameters whose new gradients follow the loss in the output.
+        updated: parameters that the graph updates.
+        written: slots that the graph changes in place.
+        random: whether the graph draws random numbers.
+        mode: the fake mode of `fakes`.
+        nodes: operations in the graph.
+        device_types: where its inputs lie.
+    """
+
+    graph_module: fx.GraphModule
+    slots: tuple[Slot, ...]
+    fakes: tuple[Tensor, ...]
+    grad_outputs: tuple[int, ...]
+    updated: tuple[int, ...]
+    written: frozenset[Slot]
+    random: bool
+    mode: FakeTensorMode
+    nodes: int = field(init=False)
+    device_types: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = sum(node.op == "call_function" for node in self.graph_module.graph.nodes)
+        self.device_types = frozenset(fake.device.type for fake in self.fakes)
+
+    @property
+    def results(self) -> tuple[Slot, ...]:
+        """What the step leaves behind: the slots it changes, then a "grad" slot per gradient that it hands out."""
+        return (*(slot for slot in self.slots if slot in self.written), *(Slot("grad", i) for i in self.grad_outputs))
+
+
+def capture(step: StepFunction, inputs: Sequence[Tensor]) -> WholeStep:
+    """Trace `step` on fakes of `inputs` (by `step.slots`). Nothing is computed and no live object changes.
+
+    Raises:
+        CaptureError: the step holds something that one graph cannot; any other error of the user's code comes through.
+    """
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+    with mode, enable_python_dispatcher(), _rng_rewinds() as rewinds, _no_autocast_cache():
+        graph_module = make_fx(step)(*fakes)
+        if any(is_mutation(node) for node in graph_module.graph.nodes):
+            with torch.no_grad(), autocast_off({fake.device.type for fake in fakes}):
+                graph_module = make_fx(torch.func.functionalize(graph_module, remove="mutations"))(*fakes)
+    random = any(is_random(node) for node in graph_module.graph.nodes)
+    if random and rewinds:
+        raise CaptureError("the step resets the random number generator (checkpointed region with dropout?)")
+    _write_back(graph_module.graph, len(step.writes), [step.slots.index(slot) for slot in step.writes])
+    graph_module.graph.eliminate_dead_code(is_impure_node=lambda node: is_mutation(node) or node.op != "call_function")
+    kept = _prune_placeholders(graph_module.graph)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    slots = tuple(step.slots[i] for i in kept)
+    return WholeStep(
+        graph_module,
+        slots,
+        tuple(fakes[i] for i in kept),
+        step.grad_outputs,
+        tuple(slot.index for slot in step.writes if slot.role == "param"),
+        _written(graph_module.graph, slots),
+        random,
+        mode,
+    )
+
+
+def is_mutation(node: fx.Node) -> bool:
+    """Whether the node changes one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws from a random number generator."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def clip_coefficient(grads: Sequence[Tensor], max_norm: float) -> Tensor:
+    """What `torch.nn.utils.clip_grad_norm_` multiplies each gradient by: min(1, max_norm / (2-norm of all + 1e-6))."""
+    first = grads[0].device
+    norms = torch.stack([torch.linalg.vector_norm(grad).to(first) for grad in grads])
+    return torch.clamp(max_norm / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
+
+
+@contextlib.contextmanager
+def autocast_off(device_types: Collection[str]) -> Iterator[None]:
+    """Run what is inside with the dtypes that are written there."""
+    with contextlib.ExitStack() as stack:
+        for device_type in sorted(device_types):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def frozen_attributes(module: nn.Module, given: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Set the `given` attributes, raise where the code inside sets any (a graph would lose that), and put all back.
+
+    Raises:
+        CaptureError: naming the attribute.
+    """
+    original = [(name, vars(part), dict(vars(part))) for name, part in module.named_modules()]
+    for owner, name, tensor in given:
+        vars(owner)[name] = tensor
+    expected = [dict(live) for _, live, _ in original]
+    try:
+        yield
+        for (name, live, _), wanted in zip(original, expected, strict=True):
+            for key in live.keys() | wanted.keys():
+                if key not in live or key not in wanted or live[key] is not wanted[key]:
+                    raise CaptureError(f"forward sets attribute {key!r} of {name or 'the module'}")
+    finally:
+        for _, live, old in original:
+            for key in live.keys() - old.keys():
+                del live[key]
+            live.update(old)
+
+
+@contextlib.contextmanager
+def _rng_rewinds() -> Iterator[list[str]]:
+    """List every reset of a random number generator inside: in a graph, later draws would not repeat earlier ones."""
+    found: list[str] = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        found.append("set_rng_state")
+
+    with contextlib.ExitStack() as stack:
+        for owner in (torch, torch.random, torch.cuda):
+            stack.enter_context(mock.patch.object(owner, "set_rng_state", refuse))
+        yield found
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast caches casts of weights; fakes must not meet real ones there, nor stay behind."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _write_back(graph: fx.Graph, count: int, targets: Sequence[int]) -> None:
+    """Turn the last `count` outputs into `copy_` nodes to the placeholders at `targets`."""
+    placeholders = graph.find_nodes(op="placeholder")
+    output = graph.output_node()
+    (results,) = output.args
+    assert isinstance(results, tuple | list), f"a step returns a tuple, not {results!r}"
+    split = len(results) - count
+    with graph.inserting_before(output):
+        for target, value in zip(targets, results[split:], strict=True):
+            copy = graph.call_function(torch.ops.aten.copy_.default, (placeholders[target], value))
+            copy.meta["val"] = placeholders[target].meta.get("val")
+    output.args = (tuple(results[:split]),)
+
+
+def _prune_placeholders(graph: fx.Graph) -> list[int]:
+    """Erase placeholders without a use; return the positions of those that stay."""
+    kept = []
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        if node.users:
+            kept.append(position)
+        else:
+            graph.erase_node(node)
+    return kept
+
+
+def _written(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[Slot]:
+    """The slots whose placeholders some node changes."""
+    placeholders = graph.find_nodes(op="placeholder")
+    changed = {node.args[0] for node in graph.nodes if is_mutation(node)}
+    return frozenset(slot for slot, node in zip(slots, placeholders, strict=True) if node in changed)

@@ -1,0 +1,66 @@
+"""Compares a compiled training step with the eager loop on the first call of its signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fusewright.capture.whole_step import Slot, StepFunction, WholeStep, autocast_off
+from fusewright.errors import CaptureError
+from fusewright.numerics import TreeComparison, compare_trees
+
+
+def label(slot: Slot) -> str:
+    """A name for a slot in records, such as `state 3 exp_avg`."""
+    return f"{slot.role} {slot.index} {slot.name}".strip()
+
+
+class StepVerifier:
+    """Runs the compiled step on copies, before the eager loop runs on the live objects, and compares afterwards.
+
+    So the live objects only ever see the eager loop here, and no model needs to be copied as an object. Random numbers
+    are drawn twice from the same state.
+    """
+
+    def __init__(self, function: StepFunction, flat: Sequence[Tensor], step: WholeStep) -> None:
+        self._function = function
+        self._step = step
+        self._before = [tensor.detach().clone() for tensor in flat]
+        self._devices = sorted({t.device.index for t in flat if t.device.type == "cuda"})
+        self._results: dict[str, Tensor] = {}
+
+    def run(self, compiled: Callable[..., Sequence[Tensor]]) -> None:
+        """Run `compiled` on copies and keep what it returns and writes."""
+        copies = {slot: tensor.clone() for slot, tensor in zip(self._function.slots, self._before, strict=True)}
+        with torch.random.fork_rng(self._devices), torch.no_grad(), autocast_off(self._step.device_types):
+            loss, *grads = compiled(*(copies[slot] for slot in self._step.slots))
+        handed_out = {Slot("grad", i): grad for i, grad in zip(self._step.grad_outputs, grads, strict=True)}
+        every = copies | handed_out
+        self._results = {"loss": loss} | {label(slot): every[slot] for slot in self._step.results}
+
+    def compare(self, loss: Tensor, live: Mapping[str, Tensor]) -> TreeComparison:
+        """Judge the compiled step by the eager loop's `loss` and by what it left in the `live` objects."""
+        expected = {"loss": loss} | dict(live)
+        # in float64 the same generator draws other numbers, so a random step has no float64 reference
+        reference = None if self._step.random else self._float64
+        return compare_trees(self._results, expected, reference, training=True)
+
+    def _float64(self) -> dict[str, Tensor]:
+        """The results of the step in float64, from the same Python code.
+
+        Raises:
+            RuntimeError: the code does not run in float64.
+        """
+        wide = [tensor.double() if tensor.is_floating_point() else tensor.clone() for tensor in self._before]
+        try:
+            with torch.random.fork_rng(self._devices), autocast_off(self._step.device_types):
+                loss, *rest = self._function(*wide)
+        except (CaptureError, TypeError, ValueError) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        changed = dict(zip(self._function.slots, wide, strict=True))
+        grads = {Slot("grad", i): grad for i, grad in zip(self._function.grad_outputs, rest, strict=False)}
+        written = dict(zip(self._function.writes, rest[len(grads) :], strict=True))
+        every = changed | grads | written
+        return {"loss": loss} | {label(slot): every[slot] for slot in self._step.results}

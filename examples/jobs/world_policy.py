@@ -1,4 +1,4 @@
-"""A job file with a model of one's own: a small robot policy with hand-written attention over trajectories that end early.
+"""A job file with a model of one's own: a small robot policy, attention by hand, trajectories that end early.
 
 Nothing but torch is needed. The model is plain PyTorch: nothing in it knows of fusewright.
 """

@@ -1,4 +1,4 @@
-"""Three mini models, each a `Workload` that builds and steps in well under a second: golden graphs and numerics use them."""
+"""Three mini models, each a `Workload` that builds and steps in well under a second, for golden graphs and numerics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _library_loss(output: object) -> Tensor:
 
 
 class ConvNet(nn.Module):
-    """A stem, a residual block with a depthwise convolution, a strided block, pooling: conv-BN-ReLU in its usual places."""
+    """A stem, a residual block with a depthwise convolution, a strided block, pooling: conv-BN-ReLU in usual places."""
 
     def __init__(self, width: int = 16, classes: int = 10) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The process that `run_in_null_gpu` starts: prepares torch for the null GPU, runs one function or script, leaves hard."""
+"""The process that `run_in_null_gpu` starts: prepares torch, runs one function or script, leaves hard."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def _prepare_torch() -> None:
 def _load(file: str) -> Any:
     name = "nullgpu_target_" + Path(file).stem
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, file
+    assert spec is not None, file
+    assert spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -80,7 +81,7 @@ def _run(request: dict[str, Any]) -> None:
 
 
 def main() -> NoReturn:
-    """Run the request in `sys.argv[1]`. Leaves by `os._exit`: torch's clean-up at exit sometimes crashes on a stand-in."""
+    """Run the request in `sys.argv[1]` and leave by `os._exit`: torch's clean-up at exit can crash on a stand-in."""
     status = 0
     try:
         _prepare_torch()

@@ -1,4 +1,4 @@
-"""Runs a function or script in a fresh process whose torch sees one GPU that executes nothing, and returns what happened.
+"""Runs a function or script in a fresh process whose torch sees one GPU that executes nothing; returns what happened.
 
     result = run_in_null_gpu(my_function, steps=3)
     assert result.count("graph_launch") == 3 and not result.violations
@@ -55,7 +55,7 @@ class Result:
     """What a run left behind. It holds no tensors, on purpose: nothing computed on the null GPU means anything."""
 
     returned: Any
-    """What the function returned, through JSON; for a script, the last line of its output if that is JSON, else None."""
+    """What the function returned, through JSON. For a script: its last line of output if that is JSON, else None."""
     events: tuple[Event, ...]
     stdout: str
     stderr: str
@@ -84,7 +84,7 @@ class Result:
 
     @cached_property
     def launched(self) -> list[str]:
-        """Names of the kernels that ran one by one, outside any capture, in order. Replayed kernels are not among them."""
+        """Names of the kernels that ran one by one, outside any capture, in order; replayed ones are not among them."""
         return [e["name"] for e in self.of("launch") if not e.captured]
 
     @cached_property

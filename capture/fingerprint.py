@@ -34,7 +34,9 @@ class _Writer:
             if symbol not in self.symbols:
                 name = f"d{len(self.symbols)}"
                 self.symbols[symbol] = name
-                bounds = value.node.shape_env.var_to_range[symbol] if symbol in value.node.shape_env.var_to_range else "?"
+                bounds = (
+                    value.node.shape_env.var_to_range[symbol] if symbol in value.node.shape_env.var_to_range else "?"
+                )
                 self.ranges[name] = str(bounds)
         return str(expr.xreplace({s: sympy.Symbol(n) for s, n in self.symbols.items()}))
 
@@ -64,7 +66,11 @@ class _Writer:
         if isinstance(arg, (tuple, list)):
             return "[" + ",".join(self.argument(a) for a in arg) + "]"
         if isinstance(arg, dict):
-            return "{" + ",".join(f"{k}:{self.argument(v)}" for k, v in sorted(arg.items(), key=lambda kv: str(kv[0]))) + "}"
+            return (
+                "{"
+                + ",".join(f"{k}:{self.argument(v)}" for k, v in sorted(arg.items(), key=lambda kv: str(kv[0])))
+                + "}"
+            )
         if isinstance(arg, slice):
             return f"slice({self.argument(arg.start)},{self.argument(arg.stop)},{self.argument(arg.step)})"
         if isinstance(arg, (int, float, bool, str, complex)) or arg is None:
@@ -79,7 +85,9 @@ class _Writer:
             value = node.meta.get("val", node.meta.get("example_value"))
             args = "" if node.op == "placeholder" else self.argument(list(node.args)) + self.argument(dict(node.kwargs))
             target = "" if node.op in ("placeholder", "output") else target_name(node.target)
-            self.lines.append(f"{number} {node.op} {target} {args} -> {self.value(value, alias=node.op == 'placeholder')}")
+            self.lines.append(
+                f"{number} {node.op} {target} {args} -> {self.value(value, alias=node.op == 'placeholder')}"
+            )
             if node.op == "get_attr":
                 self.attribute(gm, node.target)
 

@@ -109,7 +109,9 @@ class FrontEnd:
         for label, _, tensor, named in self._named_tensors(args, kwargs):
             for dim, name in named.items():
                 if dim >= tensor.dim():
-                    raise DimsError(f"dims[{label!r}]: dimension {dim} is named, but the tensor has shape {tuple(tensor.shape)}.")
+                    raise DimsError(
+                        f"dims[{label!r}]: dimension {dim} is named, but the tensor has shape {tuple(tensor.shape)}."
+                    )
                 size = int(tensor.shape[dim])
                 if sizes.setdefault(name, size) != size:
                     raise DimsError(
@@ -188,7 +190,9 @@ class _Hook:
                 "Remove its name from dims, or keep the model from fixing the size (int(), .item(), a branch on it)."
             )
         if self.front.strict and isinstance(error, compat.RECOMPILE_LIMIT_ERRORS):
-            return RecompileLimitError(f"{where}: Dynamo's recompile limit was reached; the frame would run eagerly. {text}")
+            return RecompileLimitError(
+                f"{where}: Dynamo's recompile limit was reached; the frame would run eagerly. {text}"
+            )
         if self.front.strict and isinstance(error, dynamo.exc.Unsupported):
             return FallbackError(f"{where}: part of the model cannot be captured and would run eagerly. {text}")
         return error
@@ -202,7 +206,9 @@ class _Hook:
             self.front.compiled_modes[key] += 1
             record.add_frame(where, recompile=self.front.compiled_modes[key] > 1)
         elif compat.runs_only_cached(result):
-            record.add_fallback("recompile_limit", where, "Dynamo gave the frame up; calls that match no entry run eagerly")
+            record.add_fallback(
+                "recompile_limit", where, "Dynamo gave the frame up; calls that match no entry run eagerly"
+            )
         elif _holds_tensor(frame):
             record.add_fallback("skipped_frame", where, compat.skip_reason(result) or "Dynamo skipped the frame")
 

@@ -46,7 +46,9 @@ class CapturedGraph:
     print: str
 
     @classmethod
-    def build(cls, gm: fx.GraphModule, example_inputs: Sequence[Any], named: Mapping[sympy.Symbol, str]) -> CapturedGraph:
+    def build(
+        cls, gm: fx.GraphModule, example_inputs: Sequence[Any], named: Mapping[sympy.Symbol, str]
+    ) -> CapturedGraph:
         """Take ownership of a graph from Dynamo.
 
         Args:

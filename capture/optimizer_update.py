@@ -80,7 +80,9 @@ def decline_reason(optimizer: Optimizer) -> str | None:
             return f"parameter group {number} holds a complex parameter"
         for name in ("lr", "weight_decay", "betas"):
             if any(_on_device(value) for value in _flat(group.get(name, 0.0))):
-                return f"parameter group {number} keeps {name} in a device tensor, which the host would have to wait for"
+                return (
+                    f"parameter group {number} keeps {name} in a device tensor, which the host would have to wait for"
+                )
     return None
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from fusewright.errors import DimsError
 
 Dims = Mapping[str, Mapping[int, str]]
-UNBOUNDED = 2**31 - 1  # the largest length a bucket may hold; sizes are 64-bit but index arithmetic of many kernels is not
+UNBOUNDED = (
+    2**31 - 1
+)  # the largest length a bucket may hold; sizes are 64-bit but index arithmetic of many kernels is not
 
 
 @dataclass(frozen=True, order=True)
@@ -119,7 +121,9 @@ def check_buckets(buckets: Mapping[str, Sequence[int | Sequence[int]]] | None, d
     axes = []
     for name, cuts in sorted((buckets or {}).items()):
         if name not in names:
-            raise DimsError(f"buckets: {name!r} is not named in dims; dims names {', '.join(sorted(names)) or 'nothing'}.")
+            raise DimsError(
+                f"buckets: {name!r} is not named in dims; dims names {', '.join(sorted(names)) or 'nothing'}."
+            )
         edges: list[int] = []
         for cut in cuts:
             if isinstance(cut, Sequence):
@@ -130,7 +134,9 @@ def check_buckets(buckets: Mapping[str, Sequence[int | Sequence[int]]] | None, d
                     raise DimsError(f"buckets[{name!r}]: range ({low}, {high}) is empty.")
                 if edges and low != edges[-1] + 1:
                     kind = "overlaps the one before" if low <= edges[-1] else "leaves a gap"
-                    raise DimsError(f"buckets[{name!r}]: range ({low}, {high}) {kind}; it should start at {edges[-1] + 1}.")
+                    raise DimsError(
+                        f"buckets[{name!r}]: range ({low}, {high}) {kind}; it should start at {edges[-1] + 1}."
+                    )
             else:
                 high = int(cut)
             if high < 2:

@@ -172,6 +172,8 @@ class OptimizerState:
         """Write `fresh` into the optimizer and count one step for `parameters`, as `optimizer.step()` does."""
         counters = []
         for parameter, rule in zip(parameters, rules, strict=True):
+            if not rule.state_names:
+                continue  # torch makes no entry either
             state = self._optimizer.state[parameter]
             state.update(fresh.get(parameter, {}))
             if "exp_avg" in rule.state_names and not rule.device_steps:
@@ -209,10 +211,14 @@ def state_key(state: Mapping[Tensor, Mapping[str, Any]], parameters: Sequence[Te
     odd: list[Hashable] = []
     for i, parameter in enumerate(parameters):
         for name, tensor in state.get(parameter, {}).items():
-            if name != "step" and isinstance(tensor, Tensor) and (
-                tensor.dtype is not parameter.dtype
-                or tensor.device != parameter.device
-                or tensor.stride() != parameter.stride()
+            if (
+                name != "step"
+                and isinstance(tensor, Tensor)
+                and (
+                    tensor.dtype is not parameter.dtype
+                    or tensor.device != parameter.device
+                    or tensor.stride() != parameter.stride()
+                )
             ):
                 odd.append((i, name, *tensor_key(tensor)))
     return tuple(odd)
@@ -244,7 +250,10 @@ def overlapping(tensors: Mapping[Slot, Tensor], written: Iterable[Slot]) -> Slot
     """A written slot whose memory another slot shares, or None. Meant for one check per graph: it sorts all tensors."""
     changed = set(written)
     spans = sorted(
-        ((t.untyped_storage().data_ptr(), t.storage_offset() * t.itemsize, _end(t), slot) for slot, t in tensors.items()),
+        (
+            (t.untyped_storage().data_ptr(), t.storage_offset() * t.itemsize, _end(t), slot)
+            for slot, t in tensors.items()
+        ),
         key=lambda span: span[:3],
     )
     reach: dict[int, tuple[int, Slot]] = {}

@@ -151,18 +151,20 @@ class StepFunction:
             if named[name] is not given[name]:
                 new, old = named[name], given[name]
                 if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
-                    raise CaptureError(f"forward replaces buffer {name!r} by a tensor of another shape, dtype or device")
+                    raise CaptureError(
+                        f"forward replaces buffer {name!r} by a tensor of another shape, dtype or device"
+                    )
                 rebound[Slot("buffer", i)] = new
-        changed = [p.name for p, leaf in zip(plan.parameters, leaves, strict=True) if p.name and named[p.name] is not leaf]
+        changed = [
+            p.name for p, leaf in zip(plan.parameters, leaves, strict=True) if p.name and named[p.name] is not leaf
+        ]
         if changed:
             raise CaptureError(f"forward replaces parameter {changed[0]!r}")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise CaptureError("loss_fn did not return a tensor of one element")
         return loss / plan.accumulate if plan.accumulate > 1 else loss
 
-    def _gradients(
-        self, loss: Tensor, values: Mapping[Slot, Tensor], leaves: Sequence[Tensor]
-    ) -> dict[int, Tensor]:
+    def _gradients(self, loss: Tensor, values: Mapping[Slot, Tensor], leaves: Sequence[Tensor]) -> dict[int, Tensor]:
         """The gradient of each parameter that has one after the backward pass, with what `.grad` held before."""
         trainable = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         scaled = loss * values[Slot("scale", 0)] if self._plan.scaled else loss

@@ -67,7 +67,9 @@ class Pipeline:
         for one in self.order:
             missing = set(one.requires) - provided
             if missing:
-                raise UserInputError(f"passes: {one.name!r} requires {sorted(missing)}, which no earlier pass provides.")
+                raise UserInputError(
+                    f"passes: {one.name!r} requires {sorted(missing)}, which no earlier pass provides."
+                )
             provided |= {one.name, *one.provides}
 
     def select(self, variant: GraphVariant, stage: Stage, ctx: PassContext) -> list[Pass]:

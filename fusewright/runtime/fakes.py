@@ -1,0 +1,148 @@
+"""Fake inputs of one bucket: the captured graph's own symbols, each with the bucket's range, in a fresh ShapeEnv."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from fusewright.capture.graph import CapturedGraph, expressions
+from fusewright.capture.shapes import ShapeBucket
+
+Where = tuple[int, int | None]  # position of an argument, and the dimension (None: the argument is the number itself)
+
+
+@dataclass
+class BucketInputs:
+    """Fake arguments for one lowering.
+
+    Attributes:
+        mode: the fake mode that all values belong to.
+        values: one a placeholder: fake tensors, symbolic ints, or plain numbers.
+        where: new symbol -> where a call shows its value.
+    """
+
+    mode: FakeTensorMode
+    values: list[Any]
+    where: dict[sympy.Symbol, Where] = field(default_factory=dict)
+
+    def guard(self) -> Callable[[Sequence[Any]], bool] | None:
+        """A test of a call's arguments for what lowering assumed beyond the bucket's ranges, or None where nothing.
+
+        Dynamo's own guards were made before the graph was lowered here, so what AOTAutograd or Inductor specialise on
+        (a size divisible by 8, two sizes equal) is known to nobody else.
+        """
+        env = self.mode.shape_env
+        assert env is not None, "bucket inputs always have a ShapeEnv"
+        exprs = [g.expr for g in env.guards if g.expr is not sympy.true]
+        if not exprs:
+            return None
+        printer = PythonPrinter()
+        used = sorted({s for e in exprs for s in e.free_symbols}, key=str)
+        lets = ", ".join(f"{s}={self._getter(s)}" for s in used)
+        text = " and ".join(f"({printer.doprint(e)})" for e in exprs)
+        # `_let` binds each size once; both texts are made from sympy expressions, never from user input
+        namespace: dict[str, Any] = {**SYMPY_INTERP, "_let": dict}
+        code = f"lambda args: (lambda {', '.join(map(str, used))}: {text})(**_let({lets}))"
+        check: Callable[[Sequence[Any]], bool] = eval(code, namespace)  # noqa: S307
+        return check
+
+    def _getter(self, symbol: sympy.Symbol) -> str:
+        index, dim = self.where[symbol]
+        return f"args[{index}]" if dim is None else f"args[{index}].shape[{dim}]"
+
+
+def bucket_inputs(captured: CapturedGraph, args: Sequence[Any], bucket: ShapeBucket) -> BucketInputs:
+    """Make fake inputs for lowering `captured` in `bucket`.
+
+    Every symbol of the capture becomes one new symbol, so that equal sizes stay equal and different ones stay
+    different, whatever values the first call happens to have. A named symbol gets the bucket's range, or becomes a
+    plain number where the range holds one size.
+
+    Args:
+        captured: the pristine graph.
+        args: real arguments of the call that asks for the bucket; their sizes serve as hints.
+        bucket: ranges of the named dimensions.
+    """
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    out = BucketInputs(mode, [])
+    new: dict[sympy.Symbol, sympy.Expr] = {}
+    hints: dict[sympy.Symbol, int] = {}
+    for number, symbol in enumerate(captured.symbols()):
+        where = _locate(captured, symbol)
+        assert where is not None, f"no argument shows the value of {symbol}"
+        value = _read(args, where)
+        limits = bucket.range_of(captured.named[symbol]) if symbol in captured.named else None
+        if limits is not None and limits.low == limits.high:
+            new[symbol] = sympy.Integer(value)
+            continue
+        constraint = None
+        if limits is not None:
+            constraint = StrictMinMaxConstraint(vr=ValueRanges(limits.low, limits.high), warn_only=False)
+        made = env.create_symbol(
+            value, LocalSource(f"size{number}"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=constraint
+        )
+        new[symbol] = made
+        if isinstance(made, sympy.Symbol):
+            out.where[made] = where
+            hints[made] = value
+    for index, (item, arg) in enumerate(zip(captured.inputs, args, strict=True)):
+        out.values.append(_fake(item.value, arg, mode, new, hints, LocalSource(f"arg{index}")))
+    return out
+
+
+def _locate(captured: CapturedGraph, symbol: sympy.Symbol) -> Where | None:
+    for index, item in enumerate(captured.inputs):
+        if isinstance(item.value, torch.SymInt) and item.value.node.expr == symbol:
+            return index, None
+    for index, item in enumerate(captured.inputs):
+        if isinstance(item.value, torch.Tensor):
+            for dim, size in enumerate(item.value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                    return index, dim
+    return None
+
+
+def _read(args: Sequence[Any], where: Where) -> int:
+    index, dim = where
+    return int(args[index] if dim is None else args[index].shape[dim])
+
+
+def _fake(
+    old: Any,
+    arg: Any,
+    mode: FakeTensorMode,
+    new: dict[sympy.Symbol, sympy.Expr],
+    hints: dict[sympy.Symbol, int],
+    source: LocalSource,
+) -> Any:
+    env = mode.shape_env
+    assert env is not None
+
+    def sized(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr.xreplace(new)
+        if not expr.free_symbols:
+            return int(expr)
+        return env.create_symintnode(expr, hint=int(expr.xreplace(hints)), source=source)
+
+    if not isinstance(arg, torch.Tensor):
+        return sized(old)
+    if not expressions(old) or is_traceable_wrapper_subclass(arg):
+        return mode.from_tensor(arg, static_shapes=True, source=source)
+    with mode, torch.inference_mode(mode=arg.is_inference()), torch.enable_grad():
+        sizes, strides = [sized(s) for s in old.shape], [sized(s) for s in old.stride()]
+        fake = torch.empty_strided(sizes, strides, dtype=arg.dtype, device=arg.device, requires_grad=arg.requires_grad)
+        # an in-place operation is illegal on a leaf that needs a gradient, but legal on the activation that arg is
+        return fake.clone() if arg.requires_grad and not arg.is_leaf else fake

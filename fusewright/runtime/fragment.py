@@ -1,0 +1,314 @@
+"""One captured graph and its table of shape buckets, each filled on the first call that lands in it."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusewright.capture.graph import CapturedGraph
+from fusewright.capture.record import Record, Tick, Verdict
+from fusewright.capture.shapes import Axis, Buckets, ShapeBucket
+from fusewright.capture.variant import GraphVariant, Lowering
+from fusewright.config import Verify
+from fusewright.errors import DimsError, FallbackError, UserInputError, VerificationError
+from fusewright.passes.base import PassContext, Stage
+from fusewright.pipeline.pipeline import Pipeline, PipelineResult
+from fusewright.runtime.fakes import bucket_inputs
+from fusewright.runtime.lower import GraphHook, lower
+from fusewright.runtime.reproducer import write_reproducer
+from fusewright.runtime.verdicts import VerdictFolder, verdict_key
+from fusewright.runtime.verify import Comparison, verify
+
+Callee = Callable[..., Any]
+Choose = Callable[[str, ShapeBucket], GraphVariant]
+
+_LOWERING = threading.RLock()  # torch's compiler keeps process-wide state; two lowerings at once corrupt it
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a fragment needs from the optimized model it belongs to."""
+
+    pipeline: Pipeline
+    record: Record
+    choose: Choose
+    buckets: Buckets
+    verdicts: VerdictFolder
+    verify: Verify = Verify.FIRST_CALL
+    strict: bool = False
+
+
+@dataclass
+class Lowered:
+    """One callable in a bucket's slot."""
+
+    call: Callee
+    variant: GraphVariant
+    guard: Callable[[Sequence[Any]], bool] | None
+    verdict: Comparison
+
+
+class Slot:
+    """One bucket of one fragment: usually one callable, more where lowering assumed something that a call broke."""
+
+    def __init__(self, bucket: ShapeBucket) -> None:
+        self.bucket = bucket
+        self.entries: list[Lowered] = []
+        self.hits = Tick()
+
+    def find(self, args: Sequence[Any]) -> Lowered | None:
+        """The first entry whose assumptions `args` meet."""
+        return next((e for e in self.entries if e.guard is None or e.guard(args)), None)
+
+
+class Fragment:
+    """Dispatches calls of one captured graph to the lowering of their bucket."""
+
+    def __init__(self, captured: CapturedGraph, services: Services, where: str) -> None:
+        self.captured = captured
+        self.services = services
+        self.where = where
+        self.number = services.record.add_fragment(self)
+        self.axes = self._axes()
+        cells = itertools.product(*(range(len(a.edges)) for a, _ in self.axes))
+        self.slots = [
+            Slot(ShapeBucket(tuple(a.range(i) for (a, _), i in zip(self.axes, c, strict=True)))) for c in cells
+        ]
+        self.table: list[Callee] = [self._filler(i) for i in range(len(self.slots))]
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and dumps."""
+        return f"graph{self.number}"
+
+    @property
+    def dispatched(self) -> int:
+        """How many calls came through the table."""
+        return sum(slot.hits.value for slot in self.slots)
+
+    def _axes(self) -> list[tuple[Axis, int]]:
+        """The axes of the table, each with the position of the argument that holds its size."""
+        axes = []
+        for symbol, name in sorted(self.captured.named.items(), key=lambda item: (item[1], str(item[0]))):
+            position = next(
+                (
+                    i
+                    for i, item in enumerate(self.captured.inputs)
+                    if isinstance(item.value, torch.SymInt) and item.value.node.expr == symbol
+                ),
+                None,
+            )
+            axis = self.services.buckets.axis(name)
+            if position is not None and name not in {a.name for a, _ in axes}:
+                axes.append((axis, position))
+        return axes
+
+    def dispatcher(self) -> Callee:
+        """The function that Dynamo's compiled code calls; the only code of ours on a steady call."""
+        bumps = [slot.hits.bump for slot in self.slots]
+        table = self.table
+        if not self.axes:
+            bump = bumps[0]
+
+            def static(*args: Any) -> Any:
+                bump()
+                return table[0](*args)
+
+            return static
+        if len(self.axes) == 1:
+            axis, position = self.axes[0]
+            edges, find = axis.edges, bisect.bisect_left
+            outside = self._outside
+
+            def one_axis(*args: Any) -> Any:
+                index = find(edges, args[position])
+                if index == len(edges):
+                    outside(args)
+                bumps[index]()
+                return table[index](*args)
+
+            return one_axis
+
+        def several(*args: Any) -> Any:
+            index = self._index(args)
+            bumps[index]()
+            return table[index](*args)
+
+        return several
+
+    def _index(self, args: Sequence[Any]) -> int:
+        index = 0
+        for axis, position in self.axes:
+            cell = axis.index(args[position])
+            if cell == len(axis.edges):
+                self._outside(args)
+            index = index * len(axis.edges) + cell
+        return index
+
+    def _outside(self, args: Sequence[Any]) -> None:
+        for axis, position in self.axes:
+            if args[position] > axis.edges[-1]:
+                raise DimsError(
+                    f"buckets[{axis.name!r}]: size {args[position]} is above the last edge {axis.edges[-1]}; "
+                    "add a larger edge, or leave buckets out for an open range."
+                )
+        raise AssertionError("called for sizes inside the table")
+
+    def _filler(self, index: int) -> Callee:
+        def fill(*args: Any) -> Any:
+            return self._call_slot(index, args)
+
+        return fill
+
+    def _call_slot(self, index: int, args: Sequence[Any]) -> Any:
+        slot = self.slots[index]
+        entry = slot.find(args)
+        if entry is None:
+            with _LOWERING:
+                entry = slot.find(args) or self._fill(slot, args)
+                if entry not in slot.entries:
+                    slot.entries.append(entry)
+                if len(slot.entries) == 1 and entry.guard is None:
+                    self.table[index] = entry.call
+        return entry.call(*args)
+
+    def _fill(self, slot: Slot, args: Sequence[Any]) -> Lowered:
+        """Lower the graph for `slot`, going down the ladder until a lowering works and agrees with eager."""
+        asked = self.services.choose(self.captured.print, slot.bucket)
+        label = f"{self.label}.{slot.bucket}"
+        for variant in ladder(asked):
+            try:
+                entry = self._lower(variant, slot.bucket, args, label)
+            except (UserInputError, FallbackError):
+                raise
+            except Exception as error:  # noqa: BLE001  a compiler's failure costs one variant, never the call
+                reason = f"{variant.label()}: {type(error).__name__}: {str(error)[:400]}"
+                if self.services.strict:
+                    raise FallbackError(f"{label}: lowering failed: {reason}") from error
+                self.services.record.add_fallback("lowering", label, reason)
+                continue
+            if entry.verdict.ok is not False:
+                return entry
+            self._disagrees(entry, args, label)
+        return Lowered(
+            self.captured.gm.forward, GraphVariant((), Lowering.EAGER), None, Comparison(True, "is eager", "")
+        )
+
+    def _lower(self, variant: GraphVariant, bucket: ShapeBucket, args: Sequence[Any], label: str) -> Lowered:
+        services = self.services
+        training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+        ctx = PassContext(bucket, device, training, services.pipeline.frozen_weights)
+        passes = {stage: services.pipeline.select(variant, stage, ctx) for stage in Stage}
+        digests = [p.digest() for chosen in passes.values() for p in chosen]
+        key = verdict_key([self.captured.print, str(bucket), variant.to_json(), str(training), *digests])
+        known = services.verdicts.read(key) if services.verify is Verify.FIRST_CALL else None
+        if known is not None and not known["ok"]:
+            return Lowered(
+                _never, variant, None, Comparison(False, known["what"], f"{known['detail']} (found earlier)")
+            )
+        with self._timed("passes"):
+            gm, result = services.pipeline.rewrite(self.captured.copy, passes[Stage.FORWARD], ctx, label)
+            self._report(result, label)
+        hooks = {}
+        for stage in (Stage.JOINT, Stage.POST_GRAD):
+            if passes[stage]:
+                name = f"{label}.{stage.value}"
+                hooks[stage] = GraphHook(
+                    services.pipeline, passes[stage], ctx, name, lambda r, n=name: self._report(r, n)
+                )
+        with self._timed("lower"):
+            inputs = bucket_inputs(self.captured, args, bucket)
+            call, mutated = lower(gm, inputs, variant, hooks)
+            guard = inputs.guard()
+        with self._timed("verify"):
+            verdict = self._judge(call, args, mutated, training, key, known, label)
+        return Lowered(self._checked(call, mutated, training, label), variant, guard, verdict)
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.services.record.add_seconds(what, time.perf_counter() - start)
+
+    def _judge(
+        self,
+        call: Callee,
+        args: Sequence[Any],
+        mutated: Sequence[int] | None,
+        training: bool,
+        key: str,
+        known: dict[str, Any] | None,
+        label: str,
+    ) -> Comparison:
+        """Compare with eager, unless an earlier process did; a verdict either way is kept for the next."""
+        if self.services.verify is Verify.OFF:
+            return Comparison(None, "verify is off", "")
+        if known is not None:
+            verdict = Comparison(True, f"{known['what']} (verified earlier)", known["detail"])
+        else:
+            verdict = verify(self.captured.gm, call, args, mutated, training=training)
+            if verdict.ok is not None:
+                record = {"ok": verdict.ok, "what": verdict.what, "detail": verdict.detail, "graph": label}
+                self.services.verdicts.write(key, record)
+        self.services.record.add_verdict(Verdict(label, verdict.what, verdict.ok, verdict.detail))
+        return verdict
+
+    def _checked(self, call: Callee, mutated: Sequence[int] | None, training: bool, label: str) -> Callee:
+        """Under verify="always", a callable that compares before every call; else `call` itself."""
+        if self.services.verify is not Verify.ALWAYS:
+            return call
+
+        def compared(*args: Any) -> Any:
+            verdict = verify(self.captured.gm, call, args, mutated, training=training)
+            if verdict.ok is False:
+                reason = f"{label}: disagrees with eager on this call: {verdict.detail}"
+                if self.services.strict:
+                    raise VerificationError(reason)
+                self.services.record.add_fallback("verification", label, reason)
+                return self.captured.gm(*args)
+            return call(*args)
+
+        return compared
+
+    def _disagrees(self, entry: Lowered, args: Sequence[Any], label: str) -> None:
+        folder = self.services.verdicts.folder.parent / "reproducers"
+        path = write_reproducer(folder, self.captured, args, entry.variant)
+        reason = f"{entry.variant.label()} disagrees with eager: {entry.verdict.detail} (reproducer: {path})"
+        if self.services.strict:
+            raise VerificationError(f"{label}: {reason}")
+        self.services.record.add_fallback("verification", label, reason)
+
+    def _report(self, result: PipelineResult, label: str) -> None:
+        record = self.services.record
+        record.add_passes(Counter(result.rewrites), Counter(result.recognised), Counter(result.declines))
+        for name, reason in result.failures:
+            record.add_fallback("pass", label, f"{name}: {reason}")
+
+
+def ladder(asked: GraphVariant) -> list[GraphVariant]:
+    """What to try in turn where a lowering fails or disagrees with eager: first suspect torch's own patterns, then ours.
+
+    Inductor's traced attention patterns ignore ints and lists and are the known source of wrong graphs; there is no
+    switch for them but `pattern_matcher`.
+    """
+    safe = (("pattern_matcher", False),)
+    steps = [asked]
+    if asked.lowering is Lowering.INDUCTOR:
+        steps.append(GraphVariant(asked.passes, Lowering.INDUCTOR, safe))
+        steps.append(GraphVariant((), Lowering.INDUCTOR, safe))
+    steps.append(GraphVariant((), Lowering.AOT_EAGER))
+    return list(dict.fromkeys(steps))
+
+
+def _never(*args: Any) -> Any:
+    raise AssertionError("a lowering that is known to disagree with eager must not be called")

@@ -1,0 +1,92 @@
+"""Turns a rewritten graph and a variant into a callable."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fusewright.capture.variant import GraphVariant, Lowering
+from fusewright.errors import unknown_name
+from fusewright.passes.base import Pass, PassContext, Stage
+from fusewright.pipeline.pipeline import Pipeline, PipelineResult
+from fusewright.runtime.fakes import BucketInputs
+
+Callee = Callable[..., Any]
+
+HOOKS = {Stage.JOINT: "joint_custom_post_pass", Stage.POST_GRAD: "post_grad_custom_pre_pass"}
+
+
+class GraphHook(CustomGraphPass):
+    """All passes of one stage as the single custom pass that Inductor takes there.
+
+    The uuid is part of Inductor's cache key: it hashes the passes' sources and options, so that a changed pass never
+    meets a graph that its older self made.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        passes: Sequence[Pass],
+        ctx: PassContext,
+        label: str,
+        report: Callable[[PipelineResult], None],
+    ) -> None:
+        self._pipeline, self._passes, self._ctx, self._label, self._report = pipeline, tuple(passes), ctx, label, report
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self._report(self._pipeline.rewrite_in_place(graph, self._passes, self._ctx, self._label))
+
+    def uuid(self) -> bytes:
+        h = hashlib.sha256(f"{self._ctx.bucket}|{self._ctx.frozen_weights}".encode())
+        for one in self._passes:
+            h.update(one.digest().encode())
+        return h.digest()
+
+
+def check_options(variant: GraphVariant) -> None:
+    """Refuse options that the lowering does not have.
+
+    Raises:
+        UnknownNameError: naming the nearest known option.
+    """
+    known = inductor_config.get_config_copy().keys() if variant.lowering is Lowering.INDUCTOR else ()
+    for name, _ in variant.options:
+        if name not in known:
+            raise unknown_name(f"{variant.lowering.value} option", name, known)
+
+
+def lower(
+    gm: fx.GraphModule,
+    inputs: BucketInputs,
+    variant: GraphVariant,
+    hooks: dict[Stage, GraphHook],
+) -> tuple[Callee, tuple[int, ...] | None]:
+    """Compile `gm`, which this takes over, for `inputs`.
+
+    Returns:
+        A callable that takes the graph's arguments one by one, and the positions of the arguments that it mutates
+        (None where the lowering does not tell).
+    """
+    check_options(variant)
+    if variant.lowering is Lowering.EAGER:
+        return gm.forward, None
+    with tracing(TracingContext(inputs.mode)) as context:
+        if variant.lowering is Lowering.AOT_EAGER:
+            compiled = torch._dynamo.lookup_backend("aot_eager")(gm, inputs.values)
+        else:
+            patches = {HOOKS[stage]: hook for stage, hook in hooks.items()} | dict(variant.options)
+            compiled = compile_fx(gm, inputs.values, config_patches=patches or None)
+        assert context is not None
+        metadata = context.fw_metadata
+    # not `mutated_inp_runtime_indices`: that leaves out the inputs that the compiled graph itself writes to
+    mutated = None if metadata is None else tuple(i for i, x in enumerate(metadata.input_info) if x.mutates_data)
+    assert callable(compiled), compiled
+    return compiled, mutated

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fusewright.config import Numerics
-from fusewright.fusion.match import build, contraction, masks, proof, scores, site, sizes, view
+from fusewright.fusion.match import build, contraction, layout, masks, proof, scores, site, sizes, view
 from fusewright.fusion.match.contraction import Operand
 from fusewright.fusion.match.masks import MaskKind, MaskPlan
 from fusewright.fusion.match.scores import Scores
@@ -201,11 +201,11 @@ def _plan(core: Core, training: bool) -> tuple[Site, build.Plan]:
     square = sizes.same(tokens, keys)
     plan = masks.plan_masks(core.scores.terms, core.scores.product, square=square, training=training)
     cast = {x.base: None if view.dtype_of(x.base) == dtype else dtype for x in (parts.q, parts.k, parts.v)}
-    layout = lambda x: build.Layout(x.perm, _head_axis(x, core.heads), cast[x.base])  # noqa: E731 - used thrice below
+    q, k, v = (build.Layout(x.perm, _head_axis(x, core.heads), cast[x.base]) for x in (parts.q, parts.k, parts.v))
     terms, labels = _mask_terms(core, plan)
     out_rank = len(core.out_perm)
     replacement = build.Plan(
-        layout(parts.q), layout(parts.k), layout(parts.v), parts.groups, core.out_perm,
+        q, k, v, parts.groups, core.out_perm,
         None if out_rank == 4 else (core.heads or 0), parts.scale, plan.kind, terms, plan.value, dtype, training,
     )  # fmt: skip
     labels |= parts.shaped
@@ -284,7 +284,7 @@ class FuseAttention(Pass):
     requires: ClassVar[tuple[str, ...]] = ()
 
     def digest_sources(self) -> Sequence[object]:
-        return (attention_op, build, contraction, masks, proof, scores, site, sizes, view)
+        return (attention_op, build, contraction, layout, masks, proof, scores, site, sizes, view)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
         rewrites = 0
@@ -313,5 +313,6 @@ class FuseAttention(Pass):
             raise RefusedError(core.output, f"{writer} writes to a tensor before the product with v")
         replacement = build.build(plan)
         proof.demand(place, replacement, training=ctx.training)
-        site.splice(gm, place, replacement)
+        result = layout.keep_strides(site.splice(gm, place, replacement), core.output)
+        core.output.replace_all_uses_with(result)
         site.erase(gm, place.nodes)

@@ -167,7 +167,7 @@ def _replay(site: Site, values: Mapping[fx.Node, Tensor], wide: bool) -> Tensor:
             env[node] = env[op.inputs[0]].expand(shape) if op.kind == "expand" else env[op.inputs[0]].reshape(shape)
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n] if n in env else value_of(n))
-        env[node] = _widened(node, args, kwargs) if wide else call(node, *_on_cpu(args, kwargs))
+        env[node] = widened(node, args, kwargs) if wide else call(node, *_on_cpu(args, kwargs))
     out = env[site.output]
     assert isinstance(out, Tensor), site
     return out
@@ -178,7 +178,8 @@ def _on_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return torch.utils._pytree.tree_map(lambda x: cpu if isinstance(x, torch.device) else x, (args, kwargs))
 
 
-def _widened(node: fx.Node, args: Any, kwargs: Any) -> Any:
+def widened(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Do what `node` does, on the CPU and with float64 wherever it names a floating dtype."""
     def widen(x: Any) -> Any:
         return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
 

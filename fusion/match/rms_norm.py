@@ -13,7 +13,7 @@ from torch import fx
 
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.config import Numerics
-from fusewright.fusion.match import proof, site, sizes, view
+from fusewright.fusion.match import layout, proof, site, sizes, view
 from fusewright.fusion.match.site import RefusedError, Site
 from fusewright.fusion.match.view import Op, normalize
 from fusewright.fusion.ops import rms_norm as rms_norm_op
@@ -68,7 +68,9 @@ def _library_call(op: Op) -> Norm:
     if len(op.attrs["shape"]) != 1 or len(shape) == 0:
         raise RefusedError(op.node, f"normalizes over {len(op.attrs['shape'])} axes")
     if eps is None:
-        eps = torch.finfo(view.dtype_of(x)).eps
+        # Half precision computes in float32, and torch takes the epsilon of what it computes in.
+        wide = torch.promote_types(view.dtype_of(x), torch.float32)
+        eps = torch.finfo(wide).eps
     if not isinstance(eps, float | int) or (weight is not None and tensor_of(weight) is None):
         raise RefusedError(op.node, "epsilon or weight is not understood")
     return Norm(x, weight, float(eps), op.node)
@@ -183,7 +185,7 @@ class FuseRMSNorm(Pass):
         return device == "cuda"
 
     def digest_sources(self) -> Sequence[object]:
-        return (proof, rms_norm_op, site, sizes, view)
+        return (layout, proof, rms_norm_op, site, sizes, view)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
         rewrites = 0
@@ -210,5 +212,6 @@ class FuseRMSNorm(Pass):
             raise RefusedError(norm.output, f"{writer} writes to a tensor before the product with x")
         replacement = _build(norm)
         proof.demand(place, replacement, training=ctx.training)
-        site.splice(gm, place, replacement)
+        result = layout.keep_strides(site.splice(gm, place, replacement), norm.output)
+        norm.output.replace_all_uses_with(result)
         site.erase(gm, place.nodes)

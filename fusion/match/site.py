@@ -93,7 +93,7 @@ def same_meta(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def splice(gm: fx.GraphModule, site: Site, replacement: fx.GraphModule) -> fx.Node:
-    """Put the nodes of `replacement` in front of the site's output, give them fake values, and redirect its users."""
+    """Put the nodes of `replacement` in front of the site's output with fake values, and return its result."""
     values: dict[fx.Node, fx.Node] = {}
     feeds = iter(site.inputs)
     result: fx.Node | None = None
@@ -109,25 +109,29 @@ def splice(gm: fx.GraphModule, site: Site, replacement: fx.GraphModule) -> fx.No
     assert result is not None, replacement.code
     old, new = tensor_of(site.output), tensor_of(result)
     assert old is not None and new is not None and same_meta(old, new), (old, new, replacement.code)
-    site.output.replace_all_uses_with(result)
     return result
 
 
 def erase(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
     """Remove those of `nodes` that nothing uses any more, last ones first."""
+    # In-place nodes among them wrote to tensors that only their own site read.
     for node in reversed(tuple(nodes)):
         if not node.users:
             gm.graph.erase_node(node)
 
 
+def fake_key(node: fx.Node) -> str:
+    """Where this graph keeps fake values: "val" (ATen) or "example_value" (Dynamo)."""
+    return "val" if "val" in node.meta else "example_value"
+
+
 def set_fake_value(node: fx.Node, like: fx.Node) -> None:
     """Run `node` on the fake values of its arguments and note the result as Dynamo does; provenance is that of `like`."""
-    key = "val" if "val" in like.meta else "example_value"
     mode = value_of(like).fake_mode
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     with mode, torch.enable_grad():
         value = call(node, args, kwargs)
-    node.meta[key] = value
+    node.meta[fake_key(like)] = value
     for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
         if name in like.meta:
             node.meta[name] = like.meta[name]

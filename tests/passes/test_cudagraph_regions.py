@@ -272,9 +272,8 @@ def test_planning_changes_nothing_and_takes_linear_time(mode: FakeTensorMode) ->
         return took
 
     seconds(1_000)
-    small, large = min(seconds(1_000) for _ in range(3)), seconds(16_000)
-    assert large < 16 * small * 4, (small, large)
-    assert large < 5
+    small, large = min(seconds(1_000) for _ in range(3)), seconds(8_000)
+    assert large < 8 * small * 4, (small, large)
 
 
 def _planned_regions_on_the_null_gpu(calls: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -102,6 +103,16 @@ def _scenarios() -> dict[str, Any]:
     mark("two streams done")
     seen["two streams"] = _stats(run)
     seen["current stream is default"] = torch.cuda.current_stream() == torch.cuda.default_stream()
+
+    compiled = torch.compile(lambda w, x: ((x @ w).softmax(-1) * 2,), fullgraph=True)
+    runner("inductor", compiled, [(w, x)] * N, static_inputs=(0,))
+
+    run = RegionRunner(_linear, static_inputs=(0,), pool=shared)
+    mark("threads")
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda i: run(w, x[: 1 + i % 2]), range(40)))
+    mark("threads done")
+    seen["threads"] = _stats(run)
 
     run = RegionRunner(_linear, static_inputs=(0,))
     for _ in range(N):
@@ -228,6 +239,21 @@ class TestOnNullGpu:
         _expect(ran.returned["two streams"], captures=1, replays=N - 1)
         launches = ran.phase("two streams").of("graph_launch")
         assert len({event["stream"] for event in launches}) == 2
+
+    def test_kernels_of_inductor_are_captured(self, ran: Result) -> None:
+        _expect(ran.returned["inductor"], captures=1, replays=N - 1)
+        log = ran.phase("inductor")
+        triton = [name for name in log.captured if name.startswith("triton_")]
+        assert len(triton) == 1
+        end = next(i for i, event in enumerate(log.events) if event.kind == "capture_end")
+        alone = [e["name"] for e in log.events[end:] if e.kind == "launch" and e["api"] == "driver"]
+        assert not alone, "after the capture it runs in the graph only"
+        assert not log.violations
+
+    def test_threads_share_a_runner(self, ran: Result) -> None:
+        _expect(ran.returned["threads"], captures=2, replays=38, warmups=2)
+        assert ran.phase("threads").count("graph_launch") == 38
+        assert not ran.phase("threads").violations
 
     def test_reset_frees_the_graphs(self, ran: Result) -> None:
         _expect(ran.returned["reset"], captures=1, replays=2, warmups=2)

@@ -38,7 +38,7 @@ def _units(lse, MASK: tl.constexpr):
 
 @triton.jit
 def _scores(
-    a, b, mask_ptrs, row, col, T, S, scale,
+    a, b, mask_tile, mask_offsets, row, col, T, S, scale,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Masked scores of a tile in float32, in either orientation: row and col are its query and key indices, 2-D.
@@ -47,9 +47,9 @@ def _scores(
     """
     s = tl.dot(a, b, input_precision=PRECISION) * scale
     if MASK == ADDITIVE:
-        s += tl.load(mask_ptrs, mask=(row < T) & (col < S), other=0.0).to(tl.float32)
+        s += tl.load(mask_tile + mask_offsets, mask=(row < T) & (col < S), other=0.0).to(tl.float32)
     if MASK == BOOLEAN:
-        keep = tl.load(mask_ptrs, mask=(row < T) & (col < S), other=1)
+        keep = tl.load(mask_tile + mask_offsets, mask=(row < T) & (col < S), other=1)
         s = tl.where(keep != 0, s, float("-inf"))
     if EDGE:
         visible = col < S
@@ -60,32 +60,41 @@ def _scores(
 
 
 @triton.jit
-def _load_tile(ptrs, index, limit, h, HEAD: tl.constexpr, BLOCK_H: tl.constexpr):
-    """A tile of tokens x head values, zero outside; `index` and `h` are 2-D, in the orientation of ptrs."""
+def _load_tile(tile_ptr, offsets, index, limit, h, HEAD: tl.constexpr, BLOCK_H: tl.constexpr):
+    """A tile of tokens x head values, zero outside; `index` and `h` are 2-D, in the orientation of `offsets`.
+
+    One 64-bit pointer moves from tile to tile and the offsets inside are 32-bit and the same for all tiles: a tensor of
+    64-bit pointers for each operand cost the backward 50 registers a thread, and so spills.
+    """
     if HEAD == BLOCK_H:
-        return tl.load(ptrs, mask=index < limit, other=0.0)
-    return tl.load(ptrs, mask=(index < limit) & (h < HEAD), other=0.0)
+        return tl.load(tile_ptr + offsets, mask=index < limit, other=0.0)
+    return tl.load(tile_ptr + offsets, mask=(index < limit) & (h < HEAD), other=0.0)
 
 
 @triton.jit
 def _forward_span(
     acc, total, peak, q, k_base, v_base, mask_base, st_ks, st_vs, st_mt, st_ms, row, lo, hi, T, S, scale,
     HEAD: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys lo .. hi: the running sum of p @ v, of p, and the running maximum of the scores."""
     h = tl.arange(0, BLOCK_H)
-    key = lo + tl.arange(0, BLOCK_S)
-    wide_key = tl.cast(key, tl.int64)
-    k_ptrs = k_base + wide_key[None, :] * st_ks + h[:, None]
-    v_ptrs = v_base + wide_key[:, None] * st_vs + h[None, :]
-    mask_ptrs = mask_base
+    key = tl.arange(0, BLOCK_S)
+    k_offsets = key[None, :] * st_ks + h[:, None]
+    v_offsets = key[:, None] * st_vs + h[None, :]
+    k_tile = k_base + tl.cast(lo, tl.int64) * st_ks
+    v_tile = v_base + tl.cast(lo, tl.int64) * st_vs
+    mask_tile = mask_base
+    mask_offsets = key
     if MASK != NO_MASK:
-        mask_ptrs = mask_base + tl.cast(row, tl.int64)[:, None] * st_mt + wide_key[None, :] * st_ms
+        mask_tile = mask_base + tl.cast(lo, tl.int64) * st_ms
+        mask_offsets = tl.arange(0, BLOCK_T)[:, None] * st_mt + key[None, :] * st_ms
     for start in range(lo, hi, BLOCK_S):
-        col = start + tl.arange(0, BLOCK_S)
-        k = _load_tile(k_ptrs, col[None, :], S, h[:, None], HEAD, BLOCK_H)
-        s = _scores(q, k, mask_ptrs, row[:, None], col[None, :], T, S, scale, MASK, CAUSAL, EDGE, PRECISION)
+        col = start + key
+        k = _load_tile(k_tile, k_offsets, col[None, :], S, h[:, None], HEAD, BLOCK_H)
+        s = _scores(
+            q, k, mask_tile, mask_offsets, row[:, None], col[None, :], T, S, scale, MASK, CAUSAL, EDGE, PRECISION
+        )
         new_peak = tl.maximum(peak, tl.max(s, 1))
         shift = new_peak
         if MASK != NO_MASK:  # a row may have met no visible key yet: -inf - -inf would be NaN for good
@@ -93,13 +102,13 @@ def _forward_span(
         p = _exp(s - shift[:, None], MASK)
         decay = _exp(peak - shift, MASK)
         total = total * decay + tl.sum(p, 1)
-        v = _load_tile(v_ptrs, col[:, None], S, h[None, :], HEAD, BLOCK_H)
+        v = _load_tile(v_tile, v_offsets, col[:, None], S, h[None, :], HEAD, BLOCK_H)
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
         peak = new_peak
-        k_ptrs += BLOCK_S * st_ks
-        v_ptrs += BLOCK_S * st_vs
+        k_tile += BLOCK_S * st_ks
+        v_tile += BLOCK_S * st_vs
         if MASK != NO_MASK:
-            mask_ptrs += BLOCK_S * st_ms
+            mask_tile += BLOCK_S * st_ms
     return acc, total, peak
 
 
@@ -127,13 +136,13 @@ def attention_forward(
     row = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     wide_row = tl.cast(row, tl.int64)
     h = tl.arange(0, BLOCK_H)
-    q_ptrs = q_ptr + b * st_qb + n * st_qh + wide_row[:, None] * st_qt + h[None, :]
-    q = _load_tile(q_ptrs, row[:, None], T, h[None, :], HEAD, BLOCK_H)
+    q_offsets = wide_row[:, None] * st_qt + h[None, :]
+    q = _load_tile(q_ptr + b * st_qb + n * st_qh, q_offsets, row[:, None], T, h[None, :], HEAD, BLOCK_H)
     k_base = k_ptr + b * st_kb + (n // GROUP) * st_kh
     v_base = v_ptr + b * st_vb + (n // GROUP) * st_vh
     mask_base = mask_ptr
     if MASK != NO_MASK:
-        mask_base = mask_ptr + b * st_mb + n * st_mh
+        mask_base = mask_ptr + b * st_mb + n * st_mh + tl.cast(tile * BLOCK_T, tl.int64) * st_mt
     acc = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     peak = tl.full((BLOCK_T,), float("-inf"), tl.float32)
@@ -144,11 +153,11 @@ def attention_forward(
         full = tl.minimum(full, (tile * BLOCK_T + 1) // BLOCK_S * BLOCK_S)
     acc, total, peak = _forward_span(
         acc, total, peak, q, k_base, v_base, mask_base, st_kt, st_vt, st_mt, st_ms, row, 0, full, T, S, scale,
-        HEAD, MASK, CAUSAL, False, PRECISION, BLOCK_S, BLOCK_H,
+        HEAD, MASK, CAUSAL, False, PRECISION, BLOCK_T, BLOCK_S, BLOCK_H,
     )  # fmt: skip
     acc, total, peak = _forward_span(
         acc, total, peak, q, k_base, v_base, mask_base, st_kt, st_vt, st_mt, st_ms, row, full, end, T, S, scale,
-        HEAD, MASK, CAUSAL, True, PRECISION, BLOCK_S, BLOCK_H,
+        HEAD, MASK, CAUSAL, True, PRECISION, BLOCK_T, BLOCK_S, BLOCK_H,
     )  # fmt: skip
     lse = peak + tl.math.log2(total) * _LN2
     if MASK != ADDITIVE:
@@ -163,30 +172,37 @@ def attention_forward(
 def _dq_span(
     dq, mass, q, do, lse, delta, k_base, v_base, mask_base, st_ks, st_vs, st_mt, st_ms, row, lo, hi, T, S, scale,
     HEAD: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Add the share of keys lo .. hi to dq and, under an additive mask, to the mass of the recomputed probabilities."""
     h = tl.arange(0, BLOCK_H)
-    wide_key = tl.cast(lo + tl.arange(0, BLOCK_S), tl.int64)
-    k_ptrs = k_base + wide_key[:, None] * st_ks + h[None, :]
-    v_ptrs = v_base + wide_key[None, :] * st_vs + h[:, None]
-    mask_ptrs = mask_base
+    key = tl.arange(0, BLOCK_S)
+    k_offsets = key[:, None] * st_ks + h[None, :]
+    v_offsets = key[None, :] * st_vs + h[:, None]
+    k_tile = k_base + tl.cast(lo, tl.int64) * st_ks
+    v_tile = v_base + tl.cast(lo, tl.int64) * st_vs
+    mask_tile = mask_base
+    mask_offsets = key
     if MASK != NO_MASK:
-        mask_ptrs = mask_base + tl.cast(row, tl.int64)[:, None] * st_mt + wide_key[None, :] * st_ms
+        mask_tile = mask_base + tl.cast(lo, tl.int64) * st_ms
+        mask_offsets = tl.arange(0, BLOCK_T)[:, None] * st_mt + key[None, :] * st_ms
     for start in range(lo, hi, BLOCK_S):
-        col = start + tl.arange(0, BLOCK_S)
-        k = _load_tile(k_ptrs, col[:, None], S, h[None, :], HEAD, BLOCK_H)
-        s = _scores(q, tl.trans(k), mask_ptrs, row[:, None], col[None, :], T, S, scale, MASK, CAUSAL, EDGE, PRECISION)
+        col = start + key
+        k = _load_tile(k_tile, k_offsets, col[:, None], S, h[None, :], HEAD, BLOCK_H)
+        s = _scores(
+            q, tl.trans(k), mask_tile, mask_offsets, row[:, None], col[None, :], T, S, scale,
+            MASK, CAUSAL, EDGE, PRECISION,
+        )  # fmt: skip
         p = _exp(s - lse[:, None], MASK)
-        v = _load_tile(v_ptrs, col[None, :], S, h[:, None], HEAD, BLOCK_H)
+        v = _load_tile(v_tile, v_offsets, col[None, :], S, h[:, None], HEAD, BLOCK_H)
         ds = p * (tl.dot(do, v, input_precision=PRECISION) - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         if MASK == ADDITIVE:
             mass += tl.sum(p, 1)
-        k_ptrs += BLOCK_S * st_ks
-        v_ptrs += BLOCK_S * st_vs
+        k_tile += BLOCK_S * st_ks
+        v_tile += BLOCK_S * st_vs
         if MASK != NO_MASK:
-            mask_ptrs += BLOCK_S * st_ms
+            mask_tile += BLOCK_S * st_ms
     return dq, mass
 
 
@@ -215,12 +231,12 @@ def attention_backward_dq(
     row = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     wide_row = tl.cast(row, tl.int64)
     h = tl.arange(0, BLOCK_H)
-    q_ptrs = q_ptr + b * st_qb + n * st_qh + wide_row[:, None] * st_qt + h[None, :]
-    o_ptrs = o_ptr + b * st_ob + n * st_oh + wide_row[:, None] * st_ot + h[None, :]
-    do_ptrs = do_ptr + b * st_dob + n * st_doh + wide_row[:, None] * st_dot + h[None, :]
-    q = _load_tile(q_ptrs, row[:, None], T, h[None, :], HEAD, BLOCK_H)
-    o = _load_tile(o_ptrs, row[:, None], T, h[None, :], HEAD, BLOCK_H)
-    do = _load_tile(do_ptrs, row[:, None], T, h[None, :], HEAD, BLOCK_H)
+    q_offsets = wide_row[:, None] * st_qt + h[None, :]
+    o_offsets = wide_row[:, None] * st_ot + h[None, :]
+    do_offsets = wide_row[:, None] * st_dot + h[None, :]
+    q = _load_tile(q_ptr + b * st_qb + n * st_qh, q_offsets, row[:, None], T, h[None, :], HEAD, BLOCK_H)
+    o = _load_tile(o_ptr + b * st_ob + n * st_oh, o_offsets, row[:, None], T, h[None, :], HEAD, BLOCK_H)
+    do = _load_tile(do_ptr + b * st_dob + n * st_doh, do_offsets, row[:, None], T, h[None, :], HEAD, BLOCK_H)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     wide_head = tl.cast(head, tl.int64)
     tl.store(delta_ptr + wide_head * T + row, delta, mask=row < T)
@@ -230,7 +246,7 @@ def attention_backward_dq(
     v_base = v_ptr + b * st_vb + (n // GROUP) * st_vh
     mask_base = mask_ptr
     if MASK != NO_MASK:
-        mask_base = mask_ptr + b * st_mb + n * st_mh
+        mask_base = mask_ptr + b * st_mb + n * st_mh + tl.cast(tile * BLOCK_T, tl.int64) * st_mt
     dq = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
     mass = tl.zeros((BLOCK_T,), tl.float32)
     end = S
@@ -240,11 +256,11 @@ def attention_backward_dq(
         full = tl.minimum(full, (tile * BLOCK_T + 1) // BLOCK_S * BLOCK_S)
     dq, mass = _dq_span(
         dq, mass, q, do, lse, delta, k_base, v_base, mask_base, st_kt, st_vt, st_mt, st_ms, row, 0, full, T, S, scale,
-        HEAD, MASK, CAUSAL, False, PRECISION, BLOCK_S, BLOCK_H,
+        HEAD, MASK, CAUSAL, False, PRECISION, BLOCK_T, BLOCK_S, BLOCK_H,
     )  # fmt: skip
     dq, mass = _dq_span(
         dq, mass, q, do, lse, delta, k_base, v_base, mask_base, st_kt, st_vt, st_mt, st_ms, row, full, end, T, S, scale,
-        HEAD, MASK, CAUSAL, True, PRECISION, BLOCK_S, BLOCK_H,
+        HEAD, MASK, CAUSAL, True, PRECISION, BLOCK_T, BLOCK_S, BLOCK_H,
     )  # fmt: skip
     if MASK == ADDITIVE:
         tl.store(mass_ptr + wide_head * T + row, mass, mask=row < T)
@@ -259,42 +275,44 @@ def _dkdv_span(
     dk, dv, k, v, q_base, do_base, mask_base, lse_base, delta_base, mass_base,
     st_qt, st_dot, st_lt, st_mt, st_ms, col, lo, hi, T, S, scale,
     HEAD: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Add the share of query rows lo .. hi of one query head; scores stand transposed, keys x queries."""
     h = tl.arange(0, BLOCK_H)
-    wide_row = tl.cast(lo + tl.arange(0, BLOCK_T), tl.int64)
-    q_ptrs = q_base + wide_row[:, None] * st_qt + h[None, :]
-    do_ptrs = do_base + wide_row[:, None] * st_dot + h[None, :]
-    lse_ptrs = lse_base + wide_row * st_lt
-    delta_ptrs = delta_base + wide_row
-    mass_ptrs = mass_base
-    if MASK == ADDITIVE:
-        mass_ptrs = mass_base + wide_row
-    mask_ptrs = mask_base
+    query = tl.arange(0, BLOCK_T)
+    wide_lo = tl.cast(lo, tl.int64)
+    q_offsets = query[:, None] * st_qt + h[None, :]
+    do_offsets = query[:, None] * st_dot + h[None, :]
+    q_tile = q_base + wide_lo * st_qt
+    do_tile = do_base + wide_lo * st_dot
+    lse_tile = lse_base + wide_lo * st_lt
+    mask_tile = mask_base
+    mask_offsets = query
     if MASK != NO_MASK:
-        mask_ptrs = mask_base + wide_row[None, :] * st_mt + tl.cast(col, tl.int64)[:, None] * st_ms
+        mask_tile = mask_base + wide_lo * st_mt
+        mask_offsets = query[None, :] * st_mt + tl.arange(0, BLOCK_S)[:, None] * st_ms
     for start in range(lo, hi, BLOCK_T):
-        row = start + tl.arange(0, BLOCK_T)
-        q = _load_tile(q_ptrs, row[:, None], T, h[None, :], HEAD, BLOCK_H)
-        lse = _units(tl.load(lse_ptrs, mask=row < T, other=float("inf")), MASK)  # +inf: no probability past T
-        s = _scores(k, tl.trans(q), mask_ptrs, row[None, :], col[:, None], T, S, scale, MASK, CAUSAL, EDGE, PRECISION)
+        row = start + query
+        q = _load_tile(q_tile, q_offsets, row[:, None], T, h[None, :], HEAD, BLOCK_H)
+        # Past T the log-sum-exp is +inf: no probability.
+        lse = _units(tl.load(lse_tile + query * st_lt, mask=row < T, other=float("inf")), MASK)
+        s = _scores(
+            k, tl.trans(q), mask_tile, mask_offsets, row[None, :], col[:, None], T, S, scale,
+            MASK, CAUSAL, EDGE, PRECISION,
+        )  # fmt: skip
         p = _exp(s - lse[None, :], MASK)
         if MASK == ADDITIVE:
-            p = p / tl.load(mass_ptrs, mask=row < T, other=1.0)[None, :]
-        do = _load_tile(do_ptrs, row[:, None], T, h[None, :], HEAD, BLOCK_H)
+            p = p / tl.load(mass_base + row, mask=row < T, other=1.0)[None, :]
+        do = _load_tile(do_tile, do_offsets, row[:, None], T, h[None, :], HEAD, BLOCK_H)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        delta = tl.load(delta_ptrs, mask=row < T, other=0.0)
+        delta = tl.load(delta_base + row, mask=row < T, other=0.0)
         ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        q_ptrs += BLOCK_T * st_qt
-        do_ptrs += BLOCK_T * st_dot
-        lse_ptrs += BLOCK_T * st_lt
-        delta_ptrs += BLOCK_T
-        if MASK == ADDITIVE:
-            mass_ptrs += BLOCK_T
+        q_tile += BLOCK_T * st_qt
+        do_tile += BLOCK_T * st_dot
+        lse_tile += BLOCK_T * st_lt
         if MASK != NO_MASK:
-            mask_ptrs += BLOCK_T * st_mt
+            mask_tile += BLOCK_T * st_mt
     return dk, dv
 
 
@@ -323,10 +341,10 @@ def attention_backward_dkdv(
     col = tile * BLOCK_S + tl.arange(0, BLOCK_S)
     wide_col = tl.cast(col, tl.int64)
     h = tl.arange(0, BLOCK_H)
-    k_ptrs = k_ptr + b * st_kb + kv * st_kh + wide_col[:, None] * st_kt + h[None, :]
-    v_ptrs = v_ptr + b * st_vb + kv * st_vh + wide_col[:, None] * st_vt + h[None, :]
-    k = _load_tile(k_ptrs, col[:, None], S, h[None, :], HEAD, BLOCK_H)
-    v = _load_tile(v_ptrs, col[:, None], S, h[None, :], HEAD, BLOCK_H)
+    k_offsets = wide_col[:, None] * st_kt + h[None, :]
+    v_offsets = wide_col[:, None] * st_vt + h[None, :]
+    k = _load_tile(k_ptr + b * st_kb + kv * st_kh, k_offsets, col[:, None], S, h[None, :], HEAD, BLOCK_H)
+    v = _load_tile(v_ptr + b * st_vb + kv * st_vh, v_offsets, col[:, None], S, h[None, :], HEAD, BLOCK_H)
     dk = tl.zeros((BLOCK_S, BLOCK_H), tl.float32)
     dv = tl.zeros((BLOCK_S, BLOCK_H), tl.float32)
     first = 0
@@ -346,16 +364,17 @@ def attention_backward_dkdv(
             mass_base = mass_ptr + (b * N + n) * T
         mask_base = mask_ptr
         if MASK != NO_MASK:
-            mask_base = mask_ptr + b * st_mb + n * st_mh
+            mask_base = mask_ptr + b * st_mb + n * st_mh + tl.cast(tile * BLOCK_S, tl.int64) * st_ms
         if CAUSAL:
             dk, dv = _dkdv_span(
                 dk, dv, k, v, q_base, do_base, mask_base, lse_base, delta_base, mass_base, st_qt, st_dot, st_lt,
                 st_mt, st_ms, col, first, tl.minimum(diagonal, T), T, S, scale,
-                HEAD, MASK, CAUSAL, True, PRECISION, BLOCK_T, BLOCK_H,
+                HEAD, MASK, CAUSAL, True, PRECISION, BLOCK_T, BLOCK_S, BLOCK_H,
             )  # fmt: skip
         dk, dv = _dkdv_span(
             dk, dv, k, v, q_base, do_base, mask_base, lse_base, delta_base, mass_base, st_qt, st_dot, st_lt,
-            st_mt, st_ms, col, diagonal, T, T, S, scale, HEAD, MASK, CAUSAL, False, PRECISION, BLOCK_T, BLOCK_H,
+            st_mt, st_ms, col, diagonal, T, T, S, scale,
+            HEAD, MASK, CAUSAL, False, PRECISION, BLOCK_T, BLOCK_S, BLOCK_H,
         )  # fmt: skip
     inside = (col[:, None] < S) & (h[None, :] < HEAD)
     dk_ptrs = dk_ptr + b * st_dkb + kv * st_dkh + wide_col[:, None] * st_dkt + h[None, :]

@@ -10,13 +10,14 @@ import pathlib
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, get_type_hints
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
 
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.config import Numerics
 from fusewright.errors import UserInputError
+
+if TYPE_CHECKING:
+    import torch  # only where a key is made: to read a store takes a tenth of the time that torch takes to load
 
 # Whatever decides which code runs. Statistics, store and reports may change without making a measurement wrong.
 SOURCES = ("capture", "passes", "fusion", "pipeline", "runtime")
@@ -62,6 +63,8 @@ class KeyContext:
         user_passes: str = "",
     ) -> Self:
         """The context of this thread at this moment; mode and autocast are read where the graph is lowered."""
+        import torch
+
         device = torch.device(device)
         return cls(
             mode="training" if torch.is_grad_enabled() else "inference",
@@ -135,6 +138,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def device_name(device: torch.device) -> str:
     """The kind of chip, not its number: `cuda NVIDIA H200 sm_90`, `cpu AMD EPYC 9654`."""
     if device.type == "cuda":
+        import torch
+
         major, minor = torch.cuda.get_device_capability(device)
         return f"cuda {torch.cuda.get_device_name(device)} sm_{major}{minor}"
     return f"{device.type} {_cpu_model()}" if device.type == "cpu" else device.type
@@ -150,6 +155,8 @@ def _cpu_model() -> str:
 
 
 def _autocast(device_type: str) -> str:
+    import torch
+
     enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if enabled else "off"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special
 
 Floats = NDArray[np.float64]
 
@@ -93,7 +93,7 @@ def bootstrap_log_ratio(log_ratios: Sequence[Floats], *, resamples: int = RESAMP
 
 @functools.cache
 def _t_quantile(confidence: float, freedom: float) -> float:
-    return float(stats.t.ppf(0.5 + confidence / 2, freedom))
+    return float(special.stdtrit(freedom, 0.5 + confidence / 2))
 
 
 def interval(log_ratios: Sequence[Floats], *, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:

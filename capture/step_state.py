@@ -127,6 +127,8 @@ class OptimizerState:
             rule = rule_of(self._optimizer, group)
             buckets: dict[float, int] = {}
             for parameter in group["params"]:
+                if not parameter.requires_grad and parameter.grad is None:
+                    continue  # frozen
                 i = place[id(parameter)]
                 step = self._next_step(i, parameter, rule, group)
                 if step not in buckets:

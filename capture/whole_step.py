@@ -127,8 +127,7 @@ class StepFunction:
                 leaves[i].register_hook(hook)
         rebound: dict[Slot, Tensor] = {}
         with torch.enable_grad():
-            loss = self._loss(values, leaves, rebound)
-            grads = self._gradients(loss, values, leaves)
+            loss, grads = self._loss_and_gradients(values, leaves, rebound)
         with torch.no_grad(), autocast_off({leaf.device.type for leaf in leaves}):
             new_grads, new_values = self._finish(values, grads)
         new_values |= {slot: value.detach() for slot, value in rebound.items()}
@@ -136,33 +135,41 @@ class StepFunction:
         self.writes = tuple(new_values)
         return (loss.detach(), *new_grads.values(), *new_values.values())
 
-    def _loss(self, values: Mapping[Slot, Tensor], leaves: Sequence[Tensor], rebound: dict[Slot, Tensor]) -> Tensor:
-        """Run the module on the given tensors; buffers that it replaces by other tensors go to `rebound`."""
+    def _loss_and_gradients(
+        self, values: Mapping[Slot, Tensor], leaves: Sequence[Tensor], rebound: dict[Slot, Tensor]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the module on the given tensors, forward and backward; buffers that it replaces go to `rebound`.
+
+        The backward pass is inside too, for modules that run again there (checkpointing).
+        """
         plan = self._plan
         tensors = iter([value for slot, value in values.items() if slot.role == "argument"])
         flat = [next(tensors) if constant is None else constant.value for constant in plan.constants]
+        arguments = pytree.tree_unflatten(flat, plan.arguments)
         buffers = {name: values[Slot("buffer", i)] for i, name in enumerate(plan.buffers)}
         named = {p.name: leaf for p, leaf in zip(plan.parameters, leaves, strict=True) if p.name} | buffers
-        given = dict(named)
+        given = {_Scope.prefix + name: tensor for name, tensor in named.items()}
+
+        def body() -> tuple[Tensor, dict[int, Tensor]]:
+            loss = self._module(*arguments)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise CaptureError("loss_fn did not return a tensor of one element")
+            loss = loss / plan.accumulate if plan.accumulate > 1 else loss
+            return loss, self._gradients(loss, values, leaves)
+
         given_attributes = [(*owned, values[Slot("attribute", i)]) for i, owned in enumerate(plan.attributes)]
         with frozen_attributes(self._module, given_attributes):
-            loss = torch.func.functional_call(self._module, named, tuple(pytree.tree_unflatten(flat, plan.arguments)))
-        for i, name in enumerate(plan.buffers):
-            if named[name] is not given[name]:
-                new, old = named[name], given[name]
-                if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
-                    raise CaptureError(
-                        f"forward replaces buffer {name!r} by a tensor of another shape, dtype or device"
-                    )
-                rebound[Slot("buffer", i)] = new
-        changed = [
-            p.name for p, leaf in zip(plan.parameters, leaves, strict=True) if p.name and named[p.name] is not leaf
-        ]
-        if changed:
-            raise CaptureError(f"forward replaces parameter {changed[0]!r}")
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise CaptureError("loss_fn did not return a tensor of one element")
-        return loss / plan.accumulate if plan.accumulate > 1 else loss
+            result: tuple[Tensor, dict[int, Tensor]] = torch.func.functional_call(
+                _Scope(self._module), given, (body,)
+            )  # which leaves in `given` what the module put in place of a tensor
+        for name, tensor in named.items():
+            new = given[_Scope.prefix + name]
+            if new is tensor:
+                continue
+            if name not in buffers or (new.shape, new.dtype, new.device) != (tensor.shape, tensor.dtype, tensor.device):
+                raise CaptureError(f"forward replaces {name!r}, a parameter or a tensor of another kind")
+            rebound[Slot("buffer", plan.buffers.index(name))] = new
+        return result
 
     def _gradients(self, loss: Tensor, values: Mapping[Slot, Tensor], leaves: Sequence[Tensor]) -> dict[int, Tensor]:
         """The gradient of each parameter that has one after the backward pass, with what `.grad` held before."""
@@ -212,6 +219,19 @@ class StepFunction:
             elif grad is not values[Slot("grad", i)]:
                 new_values[Slot("grad", i)] = grad
         return new_grads, new_values
+
+
+class _Scope(nn.Module):
+    """Calls a function while `functional_call` holds other tensors in the places of the module's own."""
+
+    prefix = "module."
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, body: Callable[[], Any]) -> Any:
+        return body()
 
 
 class Constant(NamedTuple):

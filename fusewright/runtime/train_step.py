@@ -404,18 +404,14 @@ class TrainStep:
             self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _fall_back(
-        self, fallback: Fallback, kind: type[FusewrightError], cause: BaseException | None = None
-    ) -> None:
+    def _fall_back(self, fallback: Fallback, kind: type[FusewrightError], cause: BaseException | None = None) -> None:
         """Count a fallback, or raise it under `strict`."""
         if self._strict:
             raise kind(f"{fallback.kind} of {fallback.where}: {fallback.reason}") from cause
         self._fallbacks[fallback] += 1
 
 
-def _check_arguments(
-    model: object, loss_fn: object, optimizer: object, accumulate: object, clip: object
-) -> None:
+def _check_arguments(model: object, loss_fn: object, optimizer: object, accumulate: object, clip: object) -> None:
     if not isinstance(model, nn.Module):
         raise UserInputError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if not callable(loss_fn):

@@ -157,6 +157,15 @@ class TestOnNullGpu:
         assert not log.violations
         assert not [e for e in log.events if e.fields.get("beside", "0") != "0"], "work escaped the capture"
 
+    def test_a_replay_copies_in_then_launches_then_copies_out(self, ran: Result) -> None:
+        ran_alone = [event for event in ran.phase("replays").events if "stream" in event.fields and not event.captured]
+        *_, copy_in, graph, copy_out, copy_sum = [event for event in ran_alone if event.kind != "sync"]
+        assert "multi_tensor_apply" in copy_in["name"]
+        assert graph.kind == "graph_launch"
+        assert (copy_out.kind, copy_out["bytes"]) == ("memcpy", str(8 * 64 * 4))
+        assert (copy_sum.kind, copy_sum["bytes"]) == ("memcpy", str(64 * 4))
+        assert len([name for name in ran.phase("replays").launched if "multi_tensor_apply" in name]) == N - 1
+
     def test_outputs_are_copies_unless_aliases_are_asked_for(self, ran: Result) -> None:
         assert not ran.returned["outputs share memory"]
         assert ran.returned["aliases share memory"]
@@ -237,8 +246,16 @@ class TestOnNullGpu:
 
     def test_calls_on_two_streams_take_turns(self, ran: Result) -> None:
         _expect(ran.returned["two streams"], captures=1, replays=N - 1)
-        launches = ran.phase("two streams").of("graph_launch")
-        assert len({event["stream"] for event in launches}) == 2
+        last = None
+        waits: set[tuple[str, str]] = set()
+        for event in ran.phase("two streams").events:
+            if event.kind == "wait":
+                waits.add((event["stream"], event["on"]))
+            elif event.kind == "graph_launch":
+                assert last is None or (event["stream"], last) in waits, "no order between this replay and the last"
+                last = event["stream"]
+                waits.clear()
+        assert {e["stream"] for e in ran.phase("two streams").of("graph_launch")} == {"0", last}
 
     def test_kernels_of_inductor_are_captured(self, ran: Result) -> None:
         _expect(ran.returned["inductor"], captures=1, replays=N - 1)

@@ -98,7 +98,7 @@ int ng_submit(cudaStream_t handle, const char *kind, const char *fmt, ...) {
 }
 
 /* ---- events */
-struct event { unsigned long long capture_id; struct ng_ints tips; int recorded; double ms; };
+struct event { unsigned long long capture_id; struct ng_ints tips; int recorded, stream_id; double ms; };
 
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *handle, unsigned flags) {
     (void)flags;
@@ -120,6 +120,7 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t str
     }
     ng_lock();
     event->recorded = 1;
+    event->stream_id = stream->id;
     event->capture_id = stream->capture ? stream->capture->id : 0;
     event->ms = ng_clock_ms();
     ng_ints_copy(&event->tips, &stream->tips);
@@ -168,6 +169,8 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_ha
             ng_log("capture_join", "stream=%d\tcapture=%llu", stream->id, theirs->id);
         }
         for (int i = 0; i < event->tips.n; i++) ng_ints_add(&stream->tips, event->tips.at[i]);
+    } else if (event->stream_id != stream->id) {
+        ng_log("wait", "stream=%d\ton=%d", stream->id, event->stream_id);
     }
     ng_unlock();
     return error;

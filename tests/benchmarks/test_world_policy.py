@@ -25,6 +25,8 @@ from benchmarks.models.world_policy import (
 )
 from tests.models.mini import MINI_WORLD_POLICY, POLICY
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = 44  # 6 steps of 6 tokens, 4 words, 4 proposed actions
 
 

@@ -105,14 +105,12 @@ def _merge(graph: fx.Graph, bucket: Bucket) -> tuple[list[fx.Node], list[fx.Node
     shapes = [list(_tensor(member.node).shape) for member in bucket.members]
     if key.kind is Kind.ALL_GATHER:
         counts = [_tensor(member.source).numel() for member in bucket.members]
-        flat = [
-            emit(aten.reshape.default, member.source, [n]) for member, n in zip(bucket.members, counts, strict=True)
-        ]
+        flat = [emit.reshape(member.source, [n]) for member, n in zip(bucket.members, counts, strict=True)]
         start = emit(ALL_GATHER, emit(aten.cat.default, flat), ranks, key.group)
     else:
         counts = [_tensor(member.node).numel() for member in bucket.members]
-        rows = [emit(aten.reshape.default, m.source, [ranks, n]) for m, n in zip(bucket.members, counts, strict=True)]
-        sent = emit(aten.reshape.default, emit(aten.cat.default, rows, 1), [ranks * sum(counts)])
+        rows = [emit.reshape(m.source, [ranks, n]) for m, n in zip(bucket.members, counts, strict=True)]
+        sent = emit.reshape(emit(aten.cat.default, rows, 1), [ranks * sum(counts)])
         start = emit(REDUCE_SCATTER, sent, key.reduce_op, ranks, key.group)
     start.meta[MEMBERS] = tuple(member.node.name for member in bucket.members)
     started, emit.nodes = emit.nodes, []
@@ -124,7 +122,7 @@ def _merge(graph: fx.Graph, bucket: Bucket) -> tuple[list[fx.Node], list[fx.Node
     for i, shape in enumerate(shapes):
         piece = emit(operator.getitem, pieces, i)
         own = emit(aten.clone.default, piece, memory_format=torch.contiguous_format)
-        results.append(emit(aten.view.default, own, shape))
+        results.append(emit.reshape(own, shape))
     return started, emit.nodes, results
 
 
@@ -146,6 +144,10 @@ class _Emitter:
             node.meta["val"] = target(*tree_map_only(fx.Node, lambda n: n.meta["val"], args), **kwargs)
         self.nodes.append(node)
         return node
+
+    def reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        """`node` in `shape`; `node` itself where it has that shape already."""
+        return node if list(_tensor(node).shape) == shape else self(aten.reshape.default, node, shape)
 
 
 def _tensor(node: fx.Node) -> torch.Tensor:

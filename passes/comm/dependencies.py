@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import fx
@@ -86,15 +86,16 @@ def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
             yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node))
 
 
-class StorageClasses:
+class StorageClasses(Mapping[fx.Node, object]):
     """Groups nodes that may share memory: by recorded storage, by the schema's aliases, and `wait_tensor` by nature.
 
     A wait returns the very storage that the collective fills, though its schema and its fake value deny it.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
+        self._nodes: list[fx.Node] = list(graph.nodes)
         self._parent: dict[object, object] = {}
-        for node in graph.nodes:
+        for node in self._nodes:
             if node.op == "get_attr":
                 self._join(node, ("get_attr", node.target))
             for leaf in tree_leaves(value_of(node)):
@@ -106,6 +107,12 @@ class StorageClasses:
     def __getitem__(self, node: fx.Node) -> object:
         """A representative: equal for two nodes that may share memory."""
         return self._root(node)
+
+    def __iter__(self) -> Iterator[fx.Node]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
 
     def _root(self, x: object) -> object:
         parent = self._parent

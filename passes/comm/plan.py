@@ -15,6 +15,7 @@ never counts, so that ranks whose uneven shards differ in padding still decide a
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -51,7 +52,11 @@ class GraphFacts:
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.effects = {node: effect_of(node) for node in self.nodes}
-        self.storage = StorageClasses(graph)
+        # Without a write nobody needs to know who shares memory.
+        writes = Effect.WRITES in self.effects.values()
+        self.storage: Mapping[fx.Node, object] = (
+            StorageClasses(graph) if writes else {node: node for node in self.nodes}
+        )
         self._fixed = [i for n, i in self.index.items() if self.effects[n] in (Effect.WRITES, Effect.BARRIER)]
 
     def written(self, node: fx.Node) -> set[object]:

@@ -309,9 +309,9 @@ def synthetic(nodes: int) -> fx.GraphModule:
 
 def test_five_thousand_nodes_in_two_seconds() -> None:
     gm = synthetic(5_000)
-    start = time.perf_counter()
+    start = time.process_time()  # processor time: other processes may share the cores
     made = BucketCollectives(cap_bytes=2048).run(gm, PassContext())
-    elapsed_s = time.perf_counter() - start
+    elapsed_s = time.process_time() - start
     assert made > 20
     assert elapsed_s < 2.0
 

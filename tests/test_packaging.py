@@ -65,6 +65,12 @@ def test_stages_are_one_module_each() -> None:
         assert stage not in sys.modules, f"{stage} was imported past fusewright.{stage}"
 
 
+def test_one_version() -> None:
+    version = project()["project"]["version"]
+    assert importlib.import_module("fusewright").__version__ == version
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
 def test_wheel_holds_every_file(tmp_path: pathlib.Path) -> None:
     source = tmp_path / "source"  # a copy: setuptools leaves build folders beside what it builds
     for top in ("fusewright", *STAGES):

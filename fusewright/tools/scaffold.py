@@ -29,7 +29,7 @@ class {class_name}(Pass):
     """Formula before, formula after, and what of them is checked (constants, dtypes, strides, other users)."""
 
     name: ClassVar[str] = "{name}"
-    stage: ClassVar[Stage] = Stage.JOINT
+    stage: ClassVar[Stage] = Stage.FORWARD
     numerics: ClassVar[Numerics] = Numerics.EXACT
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -43,43 +43,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusewright.passes.base import PassContext
 from fusewright.passes.{group}.{name} import {class_name}
+from fusewright.tools.pass_tester import PassTester
 
 
 def matching(x: torch.Tensor) -> torch.Tensor:
     """Replace by the smallest function that the pass rewrites once."""
-    return x
+    return x.relu()
 
 
 def near_miss(x: torch.Tensor) -> torch.Tensor:
     """Replace by a function that differs from `matching` in the one detail that must stop the pass."""
-    return x
-
-
-def test_{name}_matches() -> None:
-    gm = make_fx(matching)(torch.randn(4, 8))
-    assert {class_name}().run(gm, PassContext()) == 1
-    assert {class_name}().run(gm, PassContext()) == 0, "a second run must find nothing"
-
-
-def test_{name}_declines_a_near_miss() -> None:
-    gm = make_fx(near_miss)(torch.randn(4, 8))
-    before = gm.code
-    ctx = PassContext()
-    assert {class_name}().run(gm, ctx) == 0
-    assert gm.code == before
-    assert ctx.declines, "say with ctx.declined(node, reason) why it was left alone"
+    return x.sigmoid()
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (3, 7), (1, 1)])
-def test_{name}_keeps_the_numbers(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape)
-    gm = make_fx(matching)(x)
-    assert {class_name}().run(gm, PassContext()) == 1
-    torch.testing.assert_close(gm(x), matching(x), rtol=0, atol=0)  # bitwise: the tier is `exact`
+def test_{name}_rewrites_and_keeps_the_numbers(shape: tuple[int, ...]) -> None:
+    PassTester({class_name}()).check(matching, [torch.randn(shape, requires_grad=True)], expect_rewrites=1)
+
+
+def test_{name}_declines_a_near_miss() -> None:
+    PassTester({class_name}()).check_declines(near_miss, [torch.randn(4, 8)], reason="replace by the reason it gives")
 '''
 
 

@@ -69,7 +69,9 @@ def test_it_writes_a_pass_that_imports_and_a_test_that_fails_until_filled_in(che
     )
     assert tested.returncode == 1, tested.stdout + tested.stderr
     assert tested.stdout.splitlines()[0].endswith("'swap_twice']"), "the new pass is last in ORDER"
-    assert "5 failed" in tested.stdout
+    assert "4 failed" in tested.stdout
+    assert "0 rewrites instead of 1" in tested.stdout
+    assert "no reason contains 'replace by the reason it gives'" in tested.stdout
 
 
 @pytest.mark.parametrize(

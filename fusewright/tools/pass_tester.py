@@ -1,4 +1,4 @@
-"""Test one pass on one function: it rewrites what it should, once, legally, and the numbers stay what its tier allows."""
+"""Test one pass on one function: it rewrites what it should, once, legally, within the numerics of its tier."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def capture(function: Callable[..., Any], args: Sequence[Any], *, dynamic: bool 
     torch._dynamo.reset()
     torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
     if len(graphs) != 1 or len(inputs) != 1:
-        raise UserInputError(f"function: expected one graph, called once; captured {len(graphs)}, called {len(inputs)}.")
+        raise UserInputError(
+            f"function: one graph, called once, is needed; captured {len(graphs)}, called {len(inputs)}."
+        )
     return Capture(graphs[0], inputs[0])
 
 
@@ -103,7 +105,7 @@ class PassTester:
         training: bool = True,
         dynamic: bool | None = None,
     ) -> Report:
-        """Assert that nothing is rewritten, that a decline's reason contains `reason`, and that the graph runs as before.
+        """Assert that nothing is rewritten, that a decline says `reason`, and that the graph runs as before.
 
         Raises:
             AssertionError: saying which of these does not hold.
@@ -119,7 +121,7 @@ class PassTester:
         return report
 
     def run(self, captured: Capture, *, training: bool) -> Report:
-        """Run the pass twice on a copy of the graph and assert count 0, and an unchanged graph, where it promises so."""
+        """Run the pass twice on a copy of the graph and assert that it counts right and leaves a legal graph."""
         ctx = PassContext(training=training, pass_name=self.pass_.name)
         after = copy.deepcopy(captured.graph)
         rewrites = self.pass_.run(after, ctx)

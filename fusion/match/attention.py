@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -59,9 +59,7 @@ def recognise(softmax: view.Op) -> Core:
     return _with_values(found, product, probabilities, heads, shaped)
 
 
-def _to_values(
-    node: fx.Node, heads: int | None, shaped: dict[fx.Node, Labels]
-) -> tuple[int | None, fx.Node, view.Op]:
+def _to_values(node: fx.Node, heads: int | None, shaped: dict[fx.Node, Labels]) -> tuple[int | None, fx.Node, view.Op]:
     """Walk from the softmax down to the product with v, through what does not change the probabilities."""
     while True:
         if len(node.users) != 1:
@@ -207,11 +205,12 @@ def _plan(core: Core, training: bool) -> tuple[Site, build.Plan]:
     replacement = build.Plan(
         q, k, v, parts.groups, core.out_perm,
         None if out_rank == 4 else (core.heads or 0), parts.scale, plan.kind, terms, plan.value, dtype, training,
+        len(core.scores.ignored),
     )  # fmt: skip
     labels |= parts.shaped
     few = "k" if parts.groups > 1 else "n"
     named = _operand_labels(parts, few, core.output)
-    return _site(core, parts, plan, {**labels, **named}, square, cast), replacement
+    return _site(core, parts, plan, {**labels, **named}, square, any(cast.values())), replacement
 
 
 def _operand_labels(parts: _Operands, few: str, output: fx.Node) -> dict[fx.Node, Labels]:
@@ -238,7 +237,18 @@ def _mask_terms(core: Core, plan: MaskPlan) -> tuple[tuple[build.TermPlan, ...],
             raise RefusedError(term.mask, "a mask is applied while batch and heads share an axis")
         lacks_heads = term.rank == 3 and len(found) == 3
         terms.append(build.TermPlan(lacks_heads, term.sign, term.inverted))
+    for node in core.scores.ignored:
+        labels[node] = _ignored_labels(node, core)
     return tuple(terms), labels
+
+
+def _ignored_labels(node: fx.Node, core: Core) -> Labels:
+    """Labels of an operand that is multiplied by 0; in eager its gradient is 0, in the replacement there is none."""
+    found = site.broadcast_labels(node, _scores_shape(core, 3), scores.LABELS_3)
+    value = tensor_of(node)
+    if found is None or value is None or value.requires_grad:
+        raise RefusedError(node, "the operand that baddbmm multiplies by 0 needs a gradient, or its shape is unusual")
+    return found
 
 
 def _scores_shape(core: Core, rank: int) -> tuple[int | torch.SymInt, ...]:
@@ -250,7 +260,7 @@ def _scores_shape(core: Core, rank: int) -> tuple[int | torch.SymInt, ...]:
 
 
 def _site(
-    core: Core, parts: _Operands, plan: MaskPlan, labels: dict[fx.Node, Labels], square: bool, cast: dict[fx.Node, torch.dtype | None]
+    core: Core, parts: _Operands, plan: MaskPlan, labels: dict[fx.Node, Labels], square: bool, autocast: bool
 ) -> Site:
     """The nodes and the small sizes of the proof: heads as they are, everything else as small as it can be."""
     heads = core.heads or (_canonical(parts.q)[1] if len(parts.q.perm) == 4 else 1)
@@ -262,11 +272,11 @@ def _site(
     causal = {t.mask: t.inverted for t in plan.terms} if plan.kind is MaskKind.CAUSAL else {}
     return Site(
         output=core.output,
-        inputs=(parts.q.base, parts.k.base, parts.v.base, *(t.mask for t in plan.terms)),
+        inputs=(parts.q.base, parts.k.base, parts.v.base, *(t.mask for t in plan.terms), *core.scores.ignored),
         labels=labels,
         sizes=dims,
-        autocast=dtype if any(cast.values()) else None,
-        masks=frozenset(t.mask for t in plan.terms),
+        autocast=dtype if autocast else None,
+        masks={t.mask: t.sign for t in plan.terms} | dict.fromkeys(core.scores.ignored, 1),
         causal=causal,
     )
 

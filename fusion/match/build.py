@@ -51,13 +51,16 @@ class Plan:
     fill: float
     dtype: torch.dtype
     training: bool
+    ignored: int
 
 
 def build(plan: Plan) -> fx.GraphModule:
-    """A graph with placeholders q, k, v and one a mask (a causal one is none)."""
+    """A graph with placeholders q, k, v, the masks, and operands of the original that do not matter."""
     graph = fx.Graph()
     q_base, k_base, v_base = (graph.placeholder(name) for name in "qkv")
     masks = [graph.placeholder(f"mask{i}") for i in range(len(plan.terms))]
+    for i in range(plan.ignored):
+        graph.placeholder(f"ignored{i}")
     q, k, v = _laid_out(q_base, plan.q), _laid_out(k_base, plan.k), _laid_out(v_base, plan.v)
     call = torch.ops.fusewright.attention.default
     dead = mask = None

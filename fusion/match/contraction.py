@@ -1,4 +1,4 @@
-"""Products of two tensors as labelled contractions, and the views, scales and repetitions that their operands come from."""
+"""Products of two tensors with named axes, and the views, scales and repetitions behind their operands."""
 # B batch, N query heads, K key/value heads, S key tokens, H head size
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def keep_strides(result: fx.Node, old: fx.Node) -> fx.Node:
     made contiguous at once does not, and there the copy would cost what the operator saved.
     """
     new_value, old_value = tensor_of(result), tensor_of(old)
-    assert new_value is not None and old_value is not None, (result, old)
+    assert new_value is not None, result
+    assert old_value is not None, old
     if all_same(new_value.stride(), old_value.stride()):
         return result
     changed: dict[fx.Node, Any] = {old: new_value}

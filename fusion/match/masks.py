@@ -6,9 +6,11 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusewright.fusion.match.scores import Term
@@ -41,13 +43,12 @@ class MaskPlan:
 
 # What a mask may be computed with so that its values are known while compiling: no data, no chance.
 _CONSTANT_OPS = frozenset(
-    (
-        "arange zeros ones full new_ones new_zeros new_full tril triu eq ne lt le gt ge and_ or_ invert __and__ __or__ "
-        "__invert__ logical_and logical_or logical_not add sub mul neg where masked_fill to type float bool long int "
-        "type_as unsqueeze squeeze view reshape expand getitem cumsum diff transpose permute zeros_like ones_like "
-        "full_like tensor scalar_tensor outer contiguous clone full_like fill"
-    ).split()
-)
+    (*("arange", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
+     *("tensor", "scalar_tensor", "tril", "triu", "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "invert"),
+     *("__and__", "__or__", "__invert__", "logical_and", "logical_or", "logical_not", "add", "sub", "mul", "neg"),
+     *("where", "masked_fill", "to", "type", "type_as", "float", "bool", "long", "int", "cumsum", "diff", "getitem"),
+     *("view", "reshape", "expand", "squeeze", "unsqueeze", "transpose", "permute", "contiguous", "clone"))
+)  # fmt: skip
 _LARGEST_CONSTANT = 1 << 24  # elements; a boolean mask of 4096 x 4096 tokens, about 30 ms to make
 
 
@@ -139,21 +140,24 @@ def constant_value(node: fx.Node) -> torch.Tensor | None:
     order = _constant_ancestors(node)
     if order is None:
         return None
-    with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
-        values: dict[fx.Node, object] = {}
+    with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):  # type: ignore[no-untyped-call]
+        values: dict[fx.Node, Any] = {}
         for step in order:
             args, kwargs = fx.map_arg((step.args, step.kwargs), values.__getitem__)
-            values[step] = call(step, *_on_cpu(args, kwargs))
+            values[step] = call(step, *on_cpu(args, kwargs))
     result = values[node]
     assert isinstance(result, torch.Tensor), node
     return result
 
 
-def _on_cpu(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tuple[object, ...], dict[str, object]]:
+def on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a node with every device replaced by the CPU."""
     cpu = torch.device("cpu")
-    swap = lambda x: cpu if isinstance(x, torch.device) else x  # noqa: E731 - one use, one line
-    kept = {k: cpu if k == "device" else swap(v) for k, v in kwargs.items() if k not in ("pin_memory", "layout")}
-    return tuple(map(swap, args)), kept
+    kept = {key: cpu if key == "device" else value for key, value in kwargs.items()}
+    swapped: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda x: cpu if isinstance(x, torch.device) else x, (tuple(args), kept)
+    )
+    return swapped
 
 
 def _constant_ancestors(node: fx.Node) -> list[fx.Node] | None:
@@ -165,9 +169,9 @@ def _constant_ancestors(node: fx.Node) -> list[fx.Node] | None:
         if step in found:
             continue
         value = value_of(step)
-        if spelling(step).rstrip("_") not in _CONSTANT_OPS or writes_in_place(step) or not isinstance(value, torch.Tensor):
+        if spelling(step) not in _CONSTANT_OPS or not isinstance(value, torch.Tensor):
             return None
-        if any(writes_in_place(user) for user in step.users):
+        if any(writes_in_place(writer) for writer in (step, *step.users)):
             return None
         if not all(isinstance(size, int) for size in value.shape) or value.numel() > _LARGEST_CONSTANT:
             return None

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusewright.fusion.match.masks import on_cpu
 from fusewright.fusion.match.site import RefusedError, Site, call
 from fusewright.fusion.match.view import normalize, spelling
 from fusewright.numerics import compare_trees
@@ -55,26 +57,26 @@ def prove(site: Site, replacement: fx.GraphModule, *, training: bool) -> str | N
             result = compare_trees(res, ref, lambda run=original: run.run(wide=True), training=training)  # type: ignore[misc]
             if not result.ok:
                 return f"draw {draw}: {result.reason}"
-            if not site.masks - set(site.causal) and len(set(site.magnitudes)) == 1:
+            if not set(site.masks) - set(site.causal) and len(set(site.magnitudes)) == 1:
                 return None  # all draws are alike
     return None
 
 
 def structural_key(site: Site, replacement: fx.GraphModule, training: bool) -> str:
-    """What a verdict holds for: every node with its constants and edges, axis names, small sizes, dtypes, replacement."""
+    """What a verdict holds for: nodes with constants and edges, axis names, small sizes, dtypes, replacement."""
     index = {node: f"%{i}" for i, node in enumerate((*site.inputs, *site.nodes))}
 
     def name(node: fx.Node) -> str:
-        return index[node] if node in index else "#"  # sizes: only in nodes whose shape is labelled
+        return index.get(node, "#")  # sizes: only in nodes whose shape is labelled
 
     lines = [f"{training} {site.autocast} {sorted(site.sizes.items())} {[index[i] for i in site.inputs]}"]
     for node in site.inputs:
         value = tensor_of(node)
         assert value is not None, node
-        wants = value.requires_grad
-        lines.append(f"{site.labels[node]} {value.dtype} {wants} {site.causal[node] if node in site.causal else None}")
+        mask = (site.masks.get(node), site.causal.get(node))
+        lines.append(f"{site.labels[node]} {value.dtype} {mask} {site.magnitudes}")
     for node in site.nodes:
-        shape = site.labels[node] if node in site.labels else ""
+        shape = site.labels.get(node, "")
         args = () if node in site.labels else (fx.map_arg(node.args, name), fx.map_arg(node.kwargs, name))
         edges = [name(parent) for parent in node.all_input_nodes]
         value = tensor_of(node)
@@ -94,7 +96,7 @@ def _draw_inputs(site: Site, draw: int) -> dict[fx.Node, Tensor]:
         elif fake.dtype == torch.bool:
             inputs[node] = _boolean(shape, draw)
         elif node in site.masks:
-            inputs[node] = _additive(shape, fake.dtype, draw)
+            inputs[node] = site.masks[node] * _additive(shape, fake.dtype, draw)
         elif node not in inputs:
             inputs[node] = (torch.randn(shape) * site.magnitudes[draw]).to(fake.dtype)
     return inputs
@@ -167,23 +169,19 @@ def _replay(site: Site, values: Mapping[fx.Node, Tensor], wide: bool) -> Tensor:
             env[node] = env[op.inputs[0]].expand(shape) if op.kind == "expand" else env[op.inputs[0]].reshape(shape)
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n] if n in env else value_of(n))
-        env[node] = widened(node, args, kwargs) if wide else call(node, *_on_cpu(args, kwargs))
+        env[node] = widened(node, args, kwargs) if wide else call(node, *on_cpu(args, kwargs))
     out = env[site.output]
     assert isinstance(out, Tensor), site
     return out
 
 
-def _on_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    cpu = torch.device("cpu")
-    return torch.utils._pytree.tree_map(lambda x: cpu if isinstance(x, torch.device) else x, (args, kwargs))
-
-
 def widened(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Do what `node` does, on the CPU and with float64 wherever it names a floating dtype."""
+
     def widen(x: Any) -> Any:
         return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
 
-    args, kwargs = torch.utils._pytree.tree_map(widen, _on_cpu(args, kwargs))
+    args, kwargs = pytree.tree_map(widen, on_cpu(args, kwargs))
     if node.op == "call_method" and node.target in _WIDENING:
         return args[0].double()
     return call(node, args, kwargs)

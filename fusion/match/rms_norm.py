@@ -54,7 +54,7 @@ def recognise(op: Op) -> Norm:
     product = normalize(normalized)
     wanted = "div" if op.kind == "sqrt" else "mul"
     if product is None or product.kind != wanted or len(product.inputs) != 2 or product.inplace:
-        raise RefusedError(normalized, f"the inverse root goes into {view.spelling(normalized)}, not into a product with x")
+        raise RefusedError(normalized, f"the inverse root goes into {view.spelling(normalized)}, not to x")
     other = product.inputs[0] if product.inputs[1] is op.node else product.inputs[1]
     if other not in (wide, x) or (wanted == "div" and product.inputs[0] is op.node):
         raise RefusedError(normalized, f"{other.name} is scaled, but the mean is taken of {wide.name}")
@@ -86,10 +86,10 @@ def _mean_square(op: Op) -> tuple[fx.Node, float]:
         raise RefusedError(added.node, "the root is not taken of a mean")
     rank = view.rank_of(mean.inputs[0])
     if rank is None or mean.attrs["dims"] != (rank - 1,) or not mean.attrs["keepdim"]:
-        raise RefusedError(mean.node, f"the mean is over axes {mean.attrs['dims']}, not over the last with keepdim=True")
+        raise RefusedError(mean.node, f"the mean is over {mean.attrs['dims']}, not over the last axis, kept")
     square = normalize(_sole_input(mean))
     is_power = square is not None and square.kind == "pow" and square.attrs["exponent"] == 2.0
-    is_product = square is not None and square.kind == "mul" and len(set(square.inputs)) == 1 and len(square.inputs) == 2
+    is_product = square is not None and square.kind == "mul" and square.inputs == square.inputs[:1] * 2
     if square is None or not (is_power or is_product) or square.inplace:
         raise RefusedError(mean.node, "the mean is not taken of a square")
     return square.inputs[0], added.attrs["scalar"]
@@ -181,7 +181,7 @@ class FuseRMSNorm(Pass):
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
 
     def applies(self, bucket: ShapeBucket, device: str) -> bool:
-        # On a CPU, Inductor fuses the written-out form with its neighbours; an opaque operator would only be in the way.
+        # On a CPU, Inductor fuses the written-out form with its neighbours; an opaque operator would be in the way.
         return device == "cuda"
 
     def digest_sources(self) -> Sequence[object]:

@@ -34,6 +34,7 @@ class Scores:
     """What reaches the softmax: terms(scale * q @ k^T).
 
     q (B,N,T,H), k (B,N,S,H), or (G,T,H), (G,S,H); `heads` is N where a view between 3 and 4 axes tells it.
+    `ignored` are operands that do not matter (beta = 0).
     """
 
     q: Operand
@@ -42,6 +43,7 @@ class Scores:
     scale: float = 1.0
     terms: tuple[Term, ...] = ()
     heads: int | None = None
+    ignored: tuple[fx.Node, ...] = ()
     shaped: tuple[tuple[fx.Node, Labels], ...] = ()
 
 
@@ -90,7 +92,7 @@ def _with_bias(op: Op, scores: Scores) -> Scores:
         return scores
     scores = replace(scores, scale=op.attrs["alpha"])
     if op.attrs["beta"] == 0:
-        return scores
+        return replace(scores, ignored=(op.inputs[0],))
     if op.attrs["beta"] != 1:
         raise RefusedError(op.node, f"baddbmm scales its bias by {op.attrs['beta']}")
     return replace(scores, terms=(Term("add", op.inputs[0], 3),))

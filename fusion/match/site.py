@@ -38,7 +38,8 @@ class Site:
         magnitudes: standard deviation of the inputs in each draw of a proof.
         nodes: everything from the inputs to the output, in graph order.
         autocast: the dtype that an ambient autocast made matmuls run in, or None.
-        masks: those of `inputs` that are masks; a proof draws them with hidden keys and hidden rows.
+        masks: those of `inputs` that are masks, and the sign with which they are added; a proof draws them with hidden
+            keys and hidden rows.
         causal: masks that are known to be causal, and whether True keeps a key (additive ones: False).
     """
 
@@ -47,7 +48,7 @@ class Site:
     labels: Mapping[fx.Node, Labels]
     sizes: Mapping[str, int]
     autocast: torch.dtype | None = None
-    masks: frozenset[fx.Node] = frozenset()
+    masks: Mapping[fx.Node, int] = field(default_factory=dict)
     causal: Mapping[fx.Node, bool] = field(default_factory=dict)
     magnitudes: tuple[float, float, float] = (1.0, 1.0, 1.0)
     nodes: tuple[fx.Node, ...] = ()
@@ -108,7 +109,9 @@ def splice(gm: fx.GraphModule, site: Site, replacement: fx.GraphModule) -> fx.No
                 set_fake_value(values[node], site.output)
     assert result is not None, replacement.code
     old, new = tensor_of(site.output), tensor_of(result)
-    assert old is not None and new is not None and same_meta(old, new), (old, new, replacement.code)
+    assert old is not None, site.output
+    assert new is not None, result
+    assert same_meta(old, new), (old, new, replacement.code)
     return result
 
 
@@ -126,7 +129,7 @@ def fake_key(node: fx.Node) -> str:
 
 
 def set_fake_value(node: fx.Node, like: fx.Node) -> None:
-    """Run `node` on the fake values of its arguments and note the result as Dynamo does; provenance is that of `like`."""
+    """Run `node` on the fake values of its arguments and note the result; its provenance is that of `like`."""
     mode = value_of(like).fake_mode
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     with mode, torch.enable_grad():
@@ -142,7 +145,8 @@ def call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if node.op == "call_method":
         assert isinstance(node.target, str), node
         return getattr(args[0], node.target)(*args[1:], **kwargs)
-    assert node.op == "call_function" and callable(node.target), node
+    assert node.op == "call_function", node
+    assert callable(node.target), node
     return node.target(*args, **kwargs)
 
 

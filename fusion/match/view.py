@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
+from torch.nn import functional
 
 from fusewright.passes.base import tensor_of
 
@@ -67,8 +67,8 @@ _SPELLINGS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 # The same name with other parameters in torch.nn.functional.
 _FUNCTIONAL: dict[Any, tuple[str, tuple[str, ...]]] = {
-    F.softmax: ("softmax", ("input", "dim", "_stacklevel", "dtype")),
-    F.dropout: ("dropout", ("input", "p", "training", "inplace")),
+    functional.softmax: ("softmax", ("input", "dim", "_stacklevel", "dtype")),
+    functional.dropout: ("dropout", ("input", "p", "training", "inplace")),
 }
 _RENAMED = {"self": "input", "mat2": "other", "implicit": "unused", "size": "size"}
 
@@ -93,6 +93,8 @@ def writes_in_place(node: fx.Node) -> bool:
     name = spelling(node)
     if isinstance(node.target, torch._ops.OpOverload):
         return bool(node.target._schema.is_mutable)
+    if name in ("and_", "or_", "not_", "is_"):  # Python's operators, named so because the words are reserved
+        return False
     in_place_operator = name in ("iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor", "setitem")
     return in_place_operator or "out" in node.kwargs or (name.endswith("_") and not is_dunder(name))
 
@@ -263,7 +265,8 @@ def _swap_last(node: fx.Node, bound: Args) -> Op | None:
 def _permute(node: fx.Node, bound: Args) -> Op | None:
     def given(rank: int) -> tuple[int, ...] | None:
         axes = [_axis(a, rank) for a in _as_sequence(bound["*"] if "*" in bound else bound.get("dims"))]
-        return tuple(a for a in axes if a is not None) if sorted(map(str, axes)) == sorted(map(str, range(rank))) else None
+        perm = tuple(a for a in axes if a is not None)
+        return perm if sorted(perm) == list(range(rank)) and len(perm) == len(axes) else None
 
     return _permuted(bound, given)
 
@@ -325,7 +328,8 @@ def _where(node: fx.Node, bound: Args) -> Op | None:
 
 
 def _dropout(node: fx.Node, bound: Args) -> Op | None:
-    return _op(_tensors(bound, "input"), p=bound.get("p", 0.5), training=bound.get("training", bound.get("train", True)))
+    training = bound.get("training", bound.get("train", True))
+    return _op(_tensors(bound, "input"), p=bound.get("p", 0.5), training=training)
 
 
 def _pow(node: fx.Node, bound: Args) -> Op | None:

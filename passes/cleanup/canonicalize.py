@@ -15,7 +15,7 @@ _CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 
 
 class Canonicalize(Pass):
-    """Removes dropout that drops nothing, casts to what a tensor already is, a copy of a copy, and two equal transposes.
+    """Removes dropout that drops nothing, casts to what a tensor is, a copy of a copy, and two equal transposes.
 
     Each of them returns its own operand (the transposes: a view of it with the same strides), so outputs, gradients
     and aliases stay what they were. Adding 0 stays: it turns -0.0 into 0.0.
@@ -89,12 +89,14 @@ def _transposed(node: Any) -> frozenset[int] | None:
     if not isinstance(node, fx.Node) or node.op != "call_method" or node.target != "transpose" or node.kwargs:
         return None
     value = tensor_of(node)
-    if value is None or len(node.args) != 3 or not all(isinstance(a, int) for a in node.args[1:]):
+    axes = [axis for axis in node.args[1:] if isinstance(axis, int)]
+    if value is None or len(node.args) != 3 or len(axes) != 2:
         return None
-    return frozenset(a % value.dim() for a in node.args[1:])  # type: ignore[operator]
+    return frozenset(axis % value.dim() for axis in axes)
 
 
 def _writes(node: fx.Node) -> bool:
+    """Whether `node` may write to its operand: all that is called like an in-place method or operator counts."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.endswith("_") or name.startswith("i") or name == "setitem" or "out" in node.kwargs
 

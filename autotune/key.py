@@ -106,17 +106,21 @@ class TuningKey:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote."""
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` made.
 
         Raises:
-            UserInputError: the text is no key of this version.
+            UserInputError: the record is no key of this version.
         """
-        record = json.loads(text)
         names = {f.name for f in dataclasses.fields(KeyContext)}
-        if not isinstance(record, dict) or set(record) != names | {"fingerprint", "bucket"}:
-            raise UserInputError(f"not a TuningKey of this version: {text!r}")
-        bucket = ShapeBucket.from_json(record.pop("bucket"))
-        return cls(record.pop("fingerprint"), bucket, KeyContext(**record))
+        if not isinstance(record, Mapping) or set(record) != names | {"fingerprint", "bucket"}:
+            raise UserInputError(f"not a TuningKey of this version: {record!r}")
+        bucket = ShapeBucket.from_json(record["bucket"])
+        return cls(record["fingerprint"], bucket, KeyContext(**{name: record[name] for name in names}))
 
 
 def reasons() -> dict[str, str]:

@@ -65,6 +65,7 @@ _DECISIONS = sa.Table(
     sa.Column("key", sa.Text, primary_key=True),
     sa.Column("key_json", sa.Text, nullable=False),
     sa.Column("variant", sa.Text, nullable=False),
+    sa.Column("space", sa.Text, nullable=False),  # digest of the variants that were tried
     sa.Column("evidence", sa.Text, nullable=False),
     sa.Column("at", sa.Text, nullable=False),
     sa.Column("checksum", sa.Text, nullable=False),
@@ -151,10 +152,10 @@ class TuningStore:
         row = trial.to_row()
         self._write(lambda c: self._insert_new(c, _MEASUREMENTS, row, row["id"]))
 
-    def decide(self, key: TuningKey, variant: GraphVariant, evidence: Mapping[str, Any]) -> None:
-        """Make `variant` the choice for `key`; a later decision takes the place of an earlier one."""
+    def decide(self, key: TuningKey, variant: GraphVariant, evidence: Mapping[str, Any], space: str = "") -> None:
+        """Make `variant` the choice for `key`, out of the variants of `space`; an earlier decision is replaced."""
         row = {"key": key.digest(), "key_json": key.to_json(), "variant": variant.to_json()}
-        row |= {"evidence": _json(evidence), "at": _now()}
+        row |= {"evidence": _json(evidence), "space": space, "at": _now()}
         self._write(lambda c: self._replace_decision(c, row | {"checksum": checksum(row)}))
 
     def best(self, key: TuningKey) -> GraphVariant | None:

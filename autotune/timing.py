@@ -26,6 +26,7 @@ SAMPLE_S = 0.003  # shortest sample; the clock and the wake-up of a worker are t
 # The idle threads of an OpenMP pool go on spinning for some milliseconds and would disturb the next worker's turn.
 SETTLE_S = 0.003
 
+Results = Mapping[str, Comparison | Failure]
 Settled = Callable[[Comparison], bool]
 
 
@@ -76,7 +77,7 @@ class Measurement:
         spent_s: seconds, builds included.
     """
 
-    results: Mapping[str, Comparison | Failure]
+    results: Results
     baseline_failure: Failure | None
     built: Mapping[str, Built]
     spent_s: float
@@ -94,6 +95,7 @@ def measure_pairs(
     limits: Limits = DEFAULT_LIMITS,
     threads: int | None = None,
     progress: Callable[[Progress], None] = no_progress,
+    on_pair: Callable[[Results], object] = dict,
 ) -> Measurement:
     """Measure every candidate against the baseline in rounds, A B C then B C A and so on.
 
@@ -103,7 +105,7 @@ def measure_pairs(
     """
     assert BASELINE not in candidates, "a candidate needs a name"
     run = _Run(candidates, baseline, plan, limits, threads, progress)
-    return run.measure()
+    return run.measure(on_pair)
 
 
 class _Run:
@@ -125,7 +127,7 @@ class _Run:
         self.built: dict[str, Built] = {}
         self.started = time.monotonic()
 
-    def measure(self) -> Measurement:
+    def measure(self, on_pair: Callable[[Results], object]) -> Measurement:
         longest_s = 0.0
         for pair in range(self.plan.most_pairs):
             live = [name for name in self.series if name not in self.failures and not self._is_settled(name)]
@@ -136,8 +138,11 @@ class _Run:
             began = self._spent_s()
             self._measure_pair(pair, live)
             longest_s = max(longest_s, self._spent_s() - began)
-        results = {name: self.failures.get(name) or self._comparison(name) for name in self.series}
-        return Measurement(results, self.failures.get(BASELINE), self.built, self._spent_s())
+            on_pair(self._results())
+        return Measurement(self._results(), self.failures.get(BASELINE), self.built, self._spent_s())
+
+    def _results(self) -> dict[str, Comparison | Failure]:
+        return {name: self.failures.get(name) or self._comparison(name) for name in self.series}
 
     def _spent_s(self) -> float:
         return time.monotonic() - self.started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -139,3 +140,26 @@ def logged(folder: str) -> Spin:
     with open(os.path.join(folder, str(os.getpid())), "w") as file:
         file.write("built")
     return spin()
+
+
+class Variable(Spin):
+    """Runs as the options of a variant say: `seconds` a step, `error` in its output, `die` in its first step."""
+
+    def __init__(self, options: dict[str, Any], keys: list[Any]) -> None:
+        super().__init__(options.get("seconds", 0.001), keys)
+        self.options = options
+
+    def step(self) -> None:
+        if self.options.get("die", False):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        super().step()
+
+    def outputs(self, seed: int, role: Any) -> dict[str, Any]:
+        import torch
+
+        wrong = role.value == "candidate" and self.options.get("error", False)
+        return {"output": torch.full((4,), 1.5 if wrong else 1.0)}
+
+
+def variable(variant: str, keys: list[Any]) -> Variable:
+    return Variable(dict(json.loads(variant)["options"]), keys)

@@ -1,0 +1,168 @@
+"""What is tuned: a job is a list of cells (one workload, mode and length each), and a subject that runs one of them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from fusewright.autotune.key import KeyContext, TuningKey
+from fusewright.autotune.trial import Json, Provider, Role
+from fusewright.capture.shapes import ShapeBucket
+from fusewright.capture.variant import GraphVariant
+from fusewright.errors import UserInputError
+from fusewright.workload import Workload, observe
+
+OPTIMIZE = "fusewright.api:optimize_with"  # named, not imported: a job comes before the public API
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to decide.
+
+    Attributes:
+        name: for people, as "bert inference tokens=128".
+        provider: makes the subject when `variant` (JSON text) is added to its arguments. Its `facts()` must hold
+            `keys`: the tuning keys (as from `TuningKey.to_dict`) that the backend asked for.
+        training: tolerances of the gate.
+    """
+
+    name: str
+    provider: Provider
+    training: bool
+
+    def with_variant(self, variant: GraphVariant) -> Provider:
+        """The provider that runs this cell as `variant` says."""
+        return Provider(self.provider.factory, {**self.provider.kwargs, "variant": variant.to_json()})
+
+
+@dataclass(frozen=True)
+class TuningJob:
+    """Cells that are tuned one after the other."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+
+def workload_job(
+    source: str, workload: Workload, *, modes: Sequence[str] = ("inference", "training"), buckets: Json = None
+) -> TuningJob:
+    """Every mode and length of a workload.
+
+    Args:
+        source: "module:name" of the workload, or of a function without arguments that makes it; workers import it.
+        modes: "inference", "training"; the latter is left out where the workload does not train.
+        buckets: as for `optimize`: dim name -> upper edges; by default the workload's lengths are the edges.
+
+    Raises:
+        UserInputError: an unknown mode.
+    """
+    if unknown := set(modes) - {"inference", "training"}:
+        raise UserInputError(f"modes: {', '.join(sorted(unknown))} is unknown; use 'inference' and 'training'.")
+    if buckets is None and workload.length_name is not None:
+        buckets = {workload.length_name: [max(length, 2) for length in workload.lengths]}
+    cells = []
+    for mode in modes:
+        if mode == "training" and not workload.train:
+            continue
+        for length in workload.lengths:
+            kwargs: dict[str, Json] = {
+                "source": source,
+                "length": length,
+                "training": mode == "training",
+                "buckets": buckets,
+            }
+            name = f"{workload.name} {mode} {workload.length_name or 'static'}={length}"
+            cells.append(Cell(name, Provider(f"{__name__}:WorkloadSubject", kwargs), mode == "training"))
+    return TuningJob(workload.name, tuple(cells))
+
+
+def load(source: str) -> Any:
+    """The object named by "module:name".
+
+    Raises:
+        UserInputError: there is none.
+    """
+    module, _, name = source.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserInputError(f"{source!r} names nothing that can be imported: {error}.") from error
+
+
+class WorkloadSubject:
+    """One workload at one length and in one mode, optimized by one variant; lives in a worker process."""
+
+    def __init__(
+        self,
+        source: str,
+        length: int,
+        training: bool,
+        variant: str,
+        buckets: Mapping[str, Sequence[int]] | None = None,
+        device: str = "cpu",
+        optimize: str = OPTIMIZE,
+    ) -> None:
+        found = load(source)
+        self.workload: Workload = found if isinstance(found, Workload) else found()
+        self.length, self.training, self.device = length, training, torch.device(device)
+        self.variant = GraphVariant.from_json(variant)
+        self.keys: dict[str, dict[str, Any]] = {}
+        self.eager = self.workload.build(training=training).to(self.device)
+        self.start = {name: value.clone() for name, value in self.eager.state_dict().items()}
+        optimize_with: Callable[..., torch.nn.Module] = load(optimize)
+        self.model = optimize_with(
+            copy.deepcopy(self.eager), choose=self._choose, dims=self.workload.dims, buckets=buckets, verify="off"
+        )
+        args, kwargs = self.workload.make_inputs(length)
+        self.args: tuple[Any, ...] = self._moved(args)
+        self.kwargs: dict[str, Any] = self._moved(kwargs)
+
+    def _moved(self, inputs: Any) -> Any:
+        return tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
+
+    def _choose(self, fingerprint: str, bucket: ShapeBucket) -> GraphVariant:
+        key = TuningKey(fingerprint, bucket, KeyContext.current(self.device))
+        self.keys[key.digest()] = key.to_dict()
+        return self.variant
+
+    def step(self) -> None:
+        """Forward pass, in training also loss, backward and cleared gradients."""
+        if not self.training:
+            with torch.no_grad():
+                self.model(*self.args, **self.kwargs)
+        else:
+            self.workload.scalar_loss(self.model(*self.args, **self.kwargs)).backward()
+            self.model.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def facts(self) -> dict[str, Any]:
+        """The keys that the backend asked for so far.
+
+        Raises:
+            RuntimeError: it asked for none: the model runs as it is, and a time of it would say nothing of the variant.
+        """
+        if not self.keys:
+            raise RuntimeError(f"no graph of {self.workload.name} was captured, so no variant runs in it")
+        return {"keys": list(self.keys.values())}
+
+    def outputs(self, seed: int, role: Role) -> dict[str, Any]:
+        """Outputs, buffers, and in training loss, gradients and the parameters after one step of plain descent."""
+        if role is Role.FLOAT64:
+            model = copy.deepcopy(self.eager).double()
+        else:
+            model = self.model if role is Role.CANDIDATE else self.eager
+        model.load_state_dict(self.start)
+        seen = observe(self.workload, model, self.length, seed, training=self.training)
+        if self.training:
+            torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+            seen["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+            model.zero_grad(set_to_none=True)
+        return seen

@@ -1,0 +1,1 @@
+"""Benchmarks of communication passes on several ranks."""

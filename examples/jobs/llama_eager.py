@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusewright.workload import Inputs, Workload
+from fusewright import Workload
 
 VOCABULARY = 8192
 
@@ -30,7 +30,7 @@ def model() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def inputs(tokens: int, seed: int) -> Inputs:
+def inputs(tokens: int, seed: int) -> tuple[tuple, dict]:
     """One batch of `tokens` tokens: (positional arguments, keyword arguments) of the model's forward."""
     ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
     return (), {"input_ids": ids, "labels": ids.clone()}

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fusewright.workload import Inputs, Workload
+from fusewright import Workload
 
 
 def model() -> nn.Module:
@@ -13,7 +13,7 @@ def model() -> nn.Module:
     return timm.create_model("resnet50", pretrained=False)
 
 
-def inputs(batch: int, seed: int) -> Inputs:
+def inputs(batch: int, seed: int) -> tuple[tuple, dict]:
     """A batch of images as noise: what is in them does not change the time, only the numbers."""
     return (), {"x": torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(seed))}
 

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fusewright.workload import Inputs, Workload
+from fusewright import Workload
 
 JOINTS, ACTION, PIXELS, WIDTH, HEADS = 14, 7, 32, 192, 6
 
@@ -75,7 +75,7 @@ class Policy(nn.Module):
         return {"action": self.act(x), "next_latent": self.imagine(x), "latent": seen.detach(), "valid": valid}
 
 
-def inputs(steps: int, seed: int) -> Inputs:
+def inputs(steps: int, seed: int) -> tuple[tuple, dict]:
     """Two trajectories; the second ends after half of the steps."""
     generator = torch.Generator().manual_seed(seed)
     valid = torch.ones(2, steps, dtype=torch.bool)

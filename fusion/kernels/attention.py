@@ -64,7 +64,7 @@ def _load_tile(tile_ptr, offsets, index, limit, h, HEAD: tl.constexpr, BLOCK_H: 
     """A tile of tokens x head values, zero outside; `index` and `h` are 2-D, in the orientation of `offsets`.
 
     One 64-bit pointer moves from tile to tile and the offsets inside are 32-bit and the same for all tiles: a tensor of
-    64-bit pointers for each operand cost the backward 50 registers a thread, and so spills.
+    64-bit pointers for each operand doubled what the backward spills at H = 128.
     """
     if HEAD == BLOCK_H:
         return tl.load(tile_ptr + offsets, mask=index < limit, other=0.0)
@@ -349,10 +349,12 @@ def attention_backward_dkdv(
     dv = tl.zeros((BLOCK_S, BLOCK_H), tl.float32)
     first = 0
     diagonal = 0  # rows first .. diagonal cross it, rows from there on see every key of the tile
-    if CAUSAL:
+    if CAUSAL and MASK == NO_MASK:
+        first = tile * BLOCK_S // BLOCK_T * BLOCK_T
         diagonal = tl.cdiv((tile + 1) * BLOCK_S, BLOCK_T) * BLOCK_T
-        if MASK == NO_MASK:  # with a mask no tile is skipped: a row of NaN reaches every key, as in the formula
-            first = tile * BLOCK_S // BLOCK_T * BLOCK_T
+    # With a mask no tile is skipped: a row of NaN reaches every key, as in the formula. One span then compares
+    # throughout; two would spill.
+    COMPARE: tl.constexpr = CAUSAL and MASK != NO_MASK
     for g in range(0, GROUP):
         n = kv * GROUP + g
         q_base = q_ptr + b * st_qb + n * st_qh
@@ -365,7 +367,7 @@ def attention_backward_dkdv(
         mask_base = mask_ptr
         if MASK != NO_MASK:
             mask_base = mask_ptr + b * st_mb + n * st_mh + tl.cast(tile * BLOCK_S, tl.int64) * st_ms
-        if CAUSAL:
+        if CAUSAL and MASK == NO_MASK:
             dk, dv = _dkdv_span(
                 dk, dv, k, v, q_base, do_base, mask_base, lse_base, delta_base, mass_base, st_qt, st_dot, st_lt,
                 st_mt, st_ms, col, first, tl.minimum(diagonal, T), T, S, scale,
@@ -374,7 +376,7 @@ def attention_backward_dkdv(
         dk, dv = _dkdv_span(
             dk, dv, k, v, q_base, do_base, mask_base, lse_base, delta_base, mass_base, st_qt, st_dot, st_lt,
             st_mt, st_ms, col, diagonal, T, T, S, scale,
-            HEAD, MASK, CAUSAL, False, PRECISION, BLOCK_T, BLOCK_S, BLOCK_H,
+            HEAD, MASK, CAUSAL, COMPARE, PRECISION, BLOCK_T, BLOCK_S, BLOCK_H,
         )  # fmt: skip
     inside = (col[:, None] < S) & (h[None, :] < HEAD)
     dk_ptrs = dk_ptr + b * st_dkb + kv * st_dkh + wide_col[:, None] * st_dkt + h[None, :]

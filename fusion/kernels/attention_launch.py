@@ -32,16 +32,36 @@ def _config(block_t: int, block_s: int, warps: int, stages: int) -> KernelConfig
     return KernelConfig({"BLOCK_T": block_t, "BLOCK_S": block_s}, num_warps=warps, num_stages=stages)
 
 
-def default_config(H: int, dtype: torch.dtype) -> AttentionConfig:
-    """Chosen from compiled code, not from times: no spills on sm_80, sm_90 and sm_100, then most blocks in flight."""
-    if dtype == torch.float32:
-        small = _config(32, 32, 4, 2)
-        return AttentionConfig(small, small, small)
-    if H <= 64:
-        return AttentionConfig(_config(128, 64, 4, 3), _config(64, 64, 4, 2), _config(64, 64, 4, 2))
-    if H <= 128:
-        return AttentionConfig(_config(128, 64, 8, 2), _config(64, 64, 8, 2), _config(64, 64, 8, 2))
-    return AttentionConfig(_config(64, 32, 8, 2), _config(64, 32, 8, 1), _config(32, 64, 8, 1))
+# The default tiles as (BLOCK_T, BLOCK_S, warps, stages) of forward, dq and dk/dv, by the widest head they serve. Chosen
+# from compiled code, not from times: of the tiles tried on sm_90 none that spills, then the most tensor-core work a
+# block, then the most blocks in flight. A mask costs registers, so it has rows of its own.
+_HALF: Mapping[tuple[int, bool], tuple[KernelConfig, KernelConfig, KernelConfig]] = {
+    (64, False): (_config(128, 64, 8, 3), _config(64, 64, 4, 2), _config(32, 64, 4, 2)),
+    (64, True): (_config(64, 64, 4, 3), _config(64, 64, 4, 2), _config(32, 64, 4, 2)),
+    (128, False): (_config(128, 64, 8, 2), _config(64, 64, 4, 2), _config(32, 64, 8, 2)),
+    (128, True): (_config(128, 32, 8, 2), _config(64, 64, 8, 2), _config(32, 64, 8, 2)),
+    (256, False): (_config(64, 32, 8, 2), _config(32, 32, 8, 1), _config(32, 32, 8, 1)),
+    (256, True): (_config(64, 32, 8, 2), _config(32, 32, 8, 1), _config(32, 32, 8, 1)),
+}
+_FLOAT32: Mapping[tuple[int, bool], tuple[KernelConfig, KernelConfig, KernelConfig]] = {
+    (64, False): (_config(32, 32, 4, 2), _config(32, 32, 4, 1), _config(16, 32, 4, 1)),
+    (64, True): (_config(32, 32, 4, 2), _config(32, 32, 4, 1), _config(16, 32, 4, 1)),
+    (128, False): (_config(32, 32, 8, 2), _config(32, 32, 8, 1), _config(32, 16, 8, 1)),
+    (128, True): (_config(32, 32, 8, 2), _config(32, 32, 8, 1), _config(32, 16, 8, 1)),
+}
+_WIDEST_HEAD = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
+
+
+def supports(H: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels take this head size and dtype: wider heads find no tile without spills."""
+    return dtype in _WIDEST_HEAD and H <= _WIDEST_HEAD[dtype]
+
+
+def default_config(H: int, dtype: torch.dtype, masked: bool) -> AttentionConfig:
+    """The default tiles for head size H and dtype that `supports` accepts, with or without a mask."""
+    table = _FLOAT32 if dtype == torch.float32 else _HALF
+    widest = next(limit for limit in (64, 128, 256) if limit >= H)
+    return AttentionConfig(*table[widest, masked])
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -90,7 +110,7 @@ def forward(
     config: AttentionConfig | None = None, wrap: Wrap = identity,
 ) -> None:  # fmt: skip
     """Fill out (as q) and lse (B, N, T) float32. Last dims contiguous; mask 4-D and broadcastable, or None."""
-    chosen = (config or default_config(q.shape[3], q.dtype)).forward
+    chosen = (config or default_config(q.shape[3], q.dtype, mask is not None)).forward
     arguments = _common(q, k, v, mask, lse, causal, scale) | {"o_ptr": out} | _strides("o", out)
     programs = triton.cdiv(q.shape[2], chosen.blocks["BLOCK_T"]) * q.shape[0] * q.shape[1]
     _launch(wrap, kernels.attention_forward, chosen, programs, arguments)
@@ -102,7 +122,7 @@ def backward(
     config: AttentionConfig | None = None, wrap: Wrap = identity,
 ) -> None:  # fmt: skip
     """Fill dq, dk and dv. Last dims contiguous; no gradient is made for the mask."""
-    chosen = config or default_config(q.shape[3], q.dtype)
+    chosen = config or default_config(q.shape[3], q.dtype, mask is not None)
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     mass = torch.empty_like(delta) if mask is not None and mask.dtype != torch.bool else None
     shared = _common(q, k, v, mask, lse, causal, scale) | {"do_ptr": dout} | _strides("do", dout)
@@ -120,7 +140,7 @@ def offline_cases(
     config: AttentionConfig | None = None,
 ) -> list[KernelCase]:  # fmt: skip
     """The three kernels as launched for head size H, for compilation ahead. mask: None, "additive" or "boolean"."""
-    chosen = config or default_config(H, dtype)
+    chosen = config or default_config(H, dtype, mask is not None)
     name = _TRITON_DTYPES[dtype]
     kind = {None: kernels.NO_MASK, "additive": kernels.ADDITIVE, "boolean": kernels.BOOLEAN}[mask].value
     pointers = {f"{p}_ptr": f"*{name}" for p in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}

@@ -171,8 +171,10 @@ def _backward_cpu(
 
 
 def _has_kernel(q: Tensor, k: Tensor) -> bool:
-    """Whether the Triton kernels serve this input; float64, head sizes above 256 and empty inputs use plain ATen."""
-    return q.dtype != torch.float64 and q.shape[3] <= 256 and q.numel() > 0 and k.shape[2] > 0
+    """Whether the Triton kernels serve this input; float64, heads above 256 (float32: 128) and empty ones take ATen."""
+    from fusewright.fusion.kernels import attention_launch as kernels  # triton is absent from CPU builds of torch
+
+    return kernels.supports(q.shape[3], q.dtype) and q.numel() > 0 and k.shape[2] > 0
 
 
 def _forward_cuda(
@@ -184,7 +186,7 @@ def _forward_cuda(
     if not _has_kernel(q, k):
         out_, lse_ = exact.forward(q, k, v, mask, causal, scale)
         return out.copy_(out_), lse.copy_(lse_)
-    from fusewright.fusion.kernels import attention_launch as kernels  # triton is absent from CPU builds of torch
+    from fusewright.fusion.kernels import attention_launch as kernels
 
     row_out = _rows_contiguous(out)
     q, k, v = (_rows_contiguous(x) for x in (q, k, v))

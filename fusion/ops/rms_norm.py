@@ -132,17 +132,17 @@ def _backward_cpu(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) ->
 
 def _forward_cuda(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     _check("rms_norm", x, weight)
-    if x.numel() == 0 or not _has_kernel(x):
+    if not _has_kernel(x):
         y, rstd = rms_norm_reference(x, weight, eps)
         return y.contiguous(), rstd
-    from fusewright.fusion.kernels import rms_norm as kernels  # triton is absent from CPU builds of torch
+    from fusewright.fusion.kernels import rms_norm as kernels
 
     y_MN, rstd_M = kernels.forward(x.reshape(-1, x.shape[-1]), weight, eps)
     return y_MN.view(x.shape), rstd_M.view(x.shape[:-1])
 
 
 def _backward_cuda(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    if x.numel() == 0 or not _has_kernel(x):
+    if not _has_kernel(x):
         dx, dweight = rms_norm_backward_reference(dy, x, weight, rstd)
         return dx.contiguous(), dweight
     from fusewright.fusion.kernels import rms_norm as kernels
@@ -153,8 +153,10 @@ def _backward_cuda(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """Whether the Triton kernels serve this input: a row fits in one block's registers, and not float64."""
-    return x.dtype != torch.float64 and x.shape[-1] <= 65536 // x.element_size()
+    """Whether the Triton kernels serve this input; float64, rows too wide for one tile and empty inputs take ATen."""
+    from fusewright.fusion.kernels import rms_norm as kernels  # triton is absent from CPU builds of torch
+
+    return x.dtype != torch.float64 and x.numel() > 0 and x.shape[-1] <= kernels.WIDEST_ROW
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fusewright.testing.interpreter import bf16_to_f32, f32_to_bf16, interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.language.extra import libdevice
 from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
+
+from fusewright.testing.interpreter import bf16_to_f32, f32_to_bf16, interpreted
 
 
 @triton.jit
@@ -97,7 +98,9 @@ def test_rounding_is_to_nearest_even_on_every_kind_of_value() -> None:
     finite = values[np.isfinite(values)]
     with np.errstate(over="ignore"):
         halfway = (finite.view(np.uint32) | np.uint32(0x8000)).view(np.float32)  # exact ties, both parities
-        near = np.concatenate([halfway, np.nextafter(halfway, np.float32(np.inf)), np.nextafter(halfway, np.float32(0))])
+        near = np.concatenate(
+            [halfway, np.nextafter(halfway, np.float32(np.inf)), np.nextafter(halfway, np.float32(0))]
+        )
     cases = np.concatenate([near, values])
     expected = torch.from_numpy(cases).bfloat16().float().numpy()
     assert np.array_equal(bf16_to_f32(f32_to_bf16(cases)), expected, equal_nan=True)
@@ -187,5 +190,5 @@ def test_a_tensor_bounds_a_loop_and_each_program_runs_once() -> None:
 
 
 def test_only_kernels_are_taken() -> None:
-    with pytest.raises(TypeError, match="kernel must be a function made by triton.jit, got function"):
+    with pytest.raises(TypeError, match=r"kernel must be a function made by triton\.jit, got function"):
         interpreted(elementwise.fn)

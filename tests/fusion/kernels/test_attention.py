@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from fusewright.fusion.kernels import attention_launch as kernels
 from fusewright.fusion.kernels.launch import KernelConfig
 from fusewright.testing.interpreter import interpreted
-from torch import Tensor
 
 # Relative error in the Frobenius norm against float64 on the same (rounded) inputs.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from fusewright.fusion.kernels import rms_norm as kernels
 from fusewright.fusion.kernels.launch import KernelConfig
 from fusewright.testing.interpreter import interpreted
-from torch import Tensor
 
 # Relative error in the Frobenius norm against float64 on the same (rounded) inputs.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -47,7 +48,9 @@ def test_a_float32_weight_serves_bf16_rows() -> None:
     x, weight, dy = torch.randn(6, 48).bfloat16(), torch.randn(48), torch.randn(6, 48).bfloat16()
     y, rstd = kernels.forward(x, weight, EPS, wrap=interpreted)
     _, dweight = kernels.backward(dy, x, weight, rstd, wrap=interpreted)
-    assert y.dtype == torch.bfloat16 and dweight is not None and dweight.dtype == torch.float32
+    assert y.dtype == torch.bfloat16
+    assert dweight is not None
+    assert dweight.dtype == torch.float32
     x_hat = torch.nn.functional.rms_norm(x.double(), (48,), None, EPS)
     assert relative_error(dweight, (dy.double() * x_hat).sum(0)) <= 1e-6
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import functional
+
 from fusewright.errors import UserInputError
 from fusewright.fusion.ops import attention as module
 from fusewright.fusion.ops import attention_exact as exact
 from fusewright.fusion.ops.attention import attention
-from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SCALE = 0.3
@@ -123,7 +124,8 @@ def test_an_empty_row_is_nan_and_a_huge_finite_one_is_the_average() -> None:
     mask[0, 0, 3] = -math.inf
     mask[1, 0, 5] = HUGE
     out = attention(q, k, v, mask=mask)
-    assert out[0, :, 3].isnan().all() and int(out.isnan().any(-1).sum()) == 2
+    assert out[0, :, 3].isnan().all()
+    assert int(out.isnan().any(-1).sum()) == 2
     torch.testing.assert_close(out[1, :, 5], v[1].mean(1))
 
 
@@ -142,13 +144,15 @@ def test_no_tokens(T: int, S: int) -> None:
     q, k, v = qkv(torch.float32, T=T, S=S)
     out = attention(q, k, v)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
-    assert out.shape == q.shape and not out.any() and not any(g.any() for g in grads)
+    assert out.shape == q.shape
+    assert not out.any()
+    assert not any(g.any() for g in grads)
 
 
 def test_defaults_are_those_of_torch() -> None:
     q, k, v = qkv(torch.float32, K=4)
     for causal in (False, True):
-        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        expected = functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
         torch.testing.assert_close(attention(q, k, v, causal=causal), expected)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import functional
+
 from fusewright.errors import UserInputError
 from fusewright.fusion.ops.rms_norm import rms_norm, rms_norm_backward_reference, rms_norm_reference
-from torch import Tensor
 
 EPS = 1e-6
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -34,11 +35,13 @@ def test_values_and_gradients(dtype: torch.dtype, shape: tuple[int, ...], with_w
     dy = torch.randn(shape).to(dtype)
     grads = torch.autograd.grad(y, given, dy)
     wide = [t.detach().double().requires_grad_() for t in given]
-    exact = F.rms_norm(wide[0], shape[-1:], wide[1] if with_weight else None, EPS)
+    exact = functional.rms_norm(wide[0], shape[-1:], wide[1] if with_weight else None, EPS)
     exact_grads = torch.autograd.grad(exact, wide, dy.double())
-    assert y.dtype == dtype and relative_error(y, exact) <= TOLERANCE[dtype]
+    assert y.dtype == dtype
+    assert relative_error(y, exact) <= TOLERANCE[dtype]
     for grad, right in zip(grads, exact_grads, strict=True):
-        assert grad.dtype == dtype and relative_error(grad, right) <= TOLERANCE[dtype]
+        assert grad.dtype == dtype
+        assert relative_error(grad, right) <= TOLERANCE[dtype]
 
 
 def test_references_equal_the_operator() -> None:
@@ -52,7 +55,7 @@ def test_references_equal_the_operator() -> None:
 
 def test_a_strided_input_and_a_default_eps_are_as_in_torch() -> None:
     x = torch.randn(6, 5, 8).transpose(0, 1)[:, 1:].mul(1e-4)
-    torch.testing.assert_close(rms_norm(x), F.rms_norm(x, (8,)))
+    torch.testing.assert_close(rms_norm(x), functional.rms_norm(x, (8,)))
     assert rms_norm(x).is_contiguous()
 
 
@@ -61,7 +64,8 @@ def test_empty_inputs_keep_their_shape(shape: tuple[int, ...]) -> None:
     given = inputs(torch.float32, shape)
     y = rms_norm(*given, eps=EPS)
     grads = torch.autograd.grad(y.sum(), given)
-    assert y.shape == shape and all(g.shape == t.shape and not g.any() for g, t in zip(grads, given, strict=True))
+    assert y.shape == shape
+    assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, given, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own copies of the inputs
@@ -89,7 +93,7 @@ def test_one_dynamic_graph_serves_many_lengths() -> None:
     weight = torch.randn(16)
     for tokens in (3, 5, 9, 17):
         x = torch.randn(2, tokens, 16)
-        torch.testing.assert_close(compiled(x, weight, EPS), F.rms_norm(x, (16,), weight, EPS))
+        torch.testing.assert_close(compiled(x, weight, EPS), functional.rms_norm(x, (16,), weight, EPS))
     assert frames == 1
 
 

@@ -15,7 +15,7 @@ from fusewright.config import Numerics
 from fusewright.fusion.match import build, contraction, layout, masks, proof, scores, site, sizes, view
 from fusewright.fusion.match.contraction import Operand
 from fusewright.fusion.match.masks import MaskKind, MaskPlan
-from fusewright.fusion.match.scores import Scores
+from fusewright.fusion.match.scores import Scores, Term
 from fusewright.fusion.match.site import Labels, RefusedError, Site
 from fusewright.fusion.ops import attention as attention_op
 from fusewright.passes.base import Pass, PassContext, Stage, tensor_of
@@ -192,12 +192,12 @@ def _head_axis(operand: Operand, heads: int | None) -> int | None:
     return None if len(operand.perm) == 4 else (heads or 0)
 
 
-def _plan(core: Core, training: bool) -> tuple[Site, build.Plan]:
+def _plan(core: Core, causal: dict[Term, bool], training: bool) -> tuple[Site, build.Plan]:
     parts = _look_through(core)
     dtype = _check(core, parts)
     tokens, keys = _canonical(parts.q)[-2], _canonical(parts.k)[-2]
     square = sizes.same(tokens, keys)
-    plan = masks.plan_masks(core.scores.terms, core.scores.product, square=square, training=training)
+    plan = masks.plan_masks(core.scores.terms, core.scores.product, causal, square=square, training=training)
     cast = {x.base: None if view.dtype_of(x.base) == dtype else dtype for x in (parts.q, parts.k, parts.v)}
     q, k, v = (build.Layout(x.perm, _head_axis(x, core.heads), cast[x.base]) for x in (parts.q, parts.k, parts.v))
     terms, labels = _mask_terms(core, plan)
@@ -297,7 +297,7 @@ class FuseAttention(Pass):
         return (attention_op, build, contraction, layout, masks, proof, scores, site, sizes, view)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
-        rewrites = 0
+        rewrites, causal = 0, dict[Term, bool]()
         for node in list(gm.graph.nodes):
             op = view.normalize(node)
             if op is not None and op.kind == "sdpa":
@@ -307,7 +307,7 @@ class FuseAttention(Pass):
             try:
                 core = recognise(op)
                 ctx.recognise("attention")
-                self._rewrite(gm, core, ctx)
+                self._rewrite(gm, core, causal, ctx)
             except RefusedError as refusal:
                 ctx.declined(refusal.node, refusal.reason)
                 continue
@@ -316,8 +316,8 @@ class FuseAttention(Pass):
             gm.recompile()
         return rewrites
 
-    def _rewrite(self, gm: fx.GraphModule, core: Core, ctx: PassContext) -> None:
-        place, plan = _plan(core, ctx.training)
+    def _rewrite(self, gm: fx.GraphModule, core: Core, causal: dict[Term, bool], ctx: PassContext) -> None:
+        place, plan = _plan(core, causal, ctx.training)
         writer = site.written_between(place)
         if writer is not None:
             raise RefusedError(core.output, f"{writer} writes to a tensor before the product with v")

@@ -52,17 +52,22 @@ _CONSTANT_OPS = frozenset(
 _LARGEST_CONSTANT = 1 << 24  # elements; a boolean mask of 4096 x 4096 tokens, about 30 ms to make
 
 
-def plan_masks(terms: tuple[Term, ...], query: fx.Node, *, square: bool, training: bool) -> MaskPlan:
+def plan_masks(
+    terms: tuple[Term, ...], query: fx.Node, known: dict[Term, bool], *, square: bool, training: bool
+) -> MaskPlan:
     """Sum up `terms`.
 
     Args:
         query: a node of the dtype and device that attention is computed in.
+        known: which masks were found to be causal or not; layers share theirs, and to look costs T x T elements.
         square: whether the numbers of queries and keys are equal.
         training: whether gradients are asked for.
     """
     if not terms:
         return MaskPlan(MaskKind.NONE)
-    if len(terms) == 1 and square and is_causal(terms[0]):
+    if len(terms) == 1 and terms[0] not in known:
+        known[terms[0]] = is_causal(terms[0])
+    if len(terms) == 1 and square and known[terms[0]]:
         return MaskPlan(MaskKind.CAUSAL, terms)
     for term in terms:
         if term.kind == "add":
@@ -177,4 +182,4 @@ def _constant_ancestors(node: fx.Node) -> list[fx.Node] | None:
             return None
         found.add(step)
         stack += step.all_input_nodes
-    return [step for step in node.graph.nodes if step in found]
+    return sorted(found)

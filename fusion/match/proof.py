@@ -53,7 +53,10 @@ def prove(site: Site, replacement: fx.GraphModule, *, training: bool) -> str | N
             cotangent: list[Tensor] = []
             original = _Runner(site, inputs, grads, cotangent)
             ref = original.run(wide=False)
-            res = original.run(wide=False, replacement=replacement)
+            try:
+                res = original.run(wide=False, replacement=replacement)
+            except (RuntimeError, ValueError) as error:  # shapes or dtypes that the operator does not take
+                return f"the replacement does not run: {error}"
             result = compare_trees(res, ref, lambda run=original: run.run(wide=True), training=training)  # type: ignore[misc]
             if not result.ok:
                 return f"draw {draw}: {result.reason}"

@@ -72,7 +72,7 @@ def _between(inputs: Iterable[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:
                 raise RefusedError(output, f"it also reads {parent.name}")
             found.add(parent)
             stack.append(parent)
-    return tuple(node for node in output.graph.nodes if node in found)
+    return tuple(sorted(found))  # nodes compare by their place in the graph
 
 
 def written_between(site: Site) -> str | None:

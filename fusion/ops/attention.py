@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from fusewright.fusion.ops import attention_exact as exact
-from fusewright.fusion.ops.library import bad_input, define_op, forbid_second_derivative, register_gradient
+from fusewright.fusion.ops.library import (
+    autocast_as_matmul,
+    bad_input,
+    define_op,
+    forbid_second_derivative,
+    register_gradient,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -234,6 +240,17 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return dq, dk, dv, dmask if mask_grad else None, None, None
 
 
+def _autocast(
+    dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Any, ...]:
+    """Everything in the autocast dtype but float64 and boolean masks, as torch's own attention under autocast."""
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.dtype in (torch.float16, torch.bfloat16, torch.float32) else x
+
+    return cast(q), cast(k), cast(v), None if mask is None else cast(mask), causal, scale
+
+
 define_op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor out, Tensor lse)",
     fake=_forward_fake,
@@ -248,6 +265,7 @@ define_op(
     cuda=_backward_cuda,
 )
 register_gradient("attention", _setup_context, _gradient)
+autocast_as_matmul("attention", _autocast)
 forbid_second_derivative("attention_backward")
 
 

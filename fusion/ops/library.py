@@ -38,6 +38,23 @@ def register_gradient(name: str, setup_context: Callable[..., None], backward: C
     torch.library.register_autograd(f"fusewright::{name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 
+def autocast_as_matmul(name: str, cast: Callable[..., tuple[Any, ...]]) -> None:
+    """Make the operator `name` run in the autocast dtype, as torch does with products and its own attention.
+
+    `cast(dtype, *args)` returns the arguments in that dtype. The device of the cast is the autocast key's own.
+    """
+    operator = getattr(torch.ops.fusewright, name)
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+        def run(*args: Any, device: str = device, keys: Any = keys) -> Any:
+            dtype = torch.get_autocast_dtype(device)
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return operator(*cast(dtype, *args))
+
+        LIBRARY.impl(name, run, key)
+
+
 def forbid_second_derivative(name: str) -> None:
     """Make differentiating through the backward operator `name` an error; the default of torch only warns."""
 

@@ -191,6 +191,21 @@ def test_one_dynamic_graph_serves_many_lengths() -> None:
     assert frames == 1
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_does_as_torch_does(compiled: bool) -> None:
+    q, k, v = qkv(torch.float32, K=4)
+    mask = torch.randn(2, 1, 19, 23)
+    ours: Any = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ours(q, k, v, mask=mask)
+        expected = functional.scaled_dot_product_attention(q, k, v, mask)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected)
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert dq.dtype == torch.float32
+    torch.testing.assert_close(dq, torch.autograd.grad(expected.sum(), q)[0])
+
+
 def test_lse_is_the_logarithm_of_the_mass_and_carries_no_gradient() -> None:
     q, k, v = qkv(torch.float32, N=2, K=2)
     out, lse = torch.ops.fusewright.attention(q, k, v, None, False, SCALE)

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import torch
 
 from fusewright import config
+from fusewright.autotune.key import KeyContext
+from fusewright.autotune.plan import choose_from
 from fusewright.capture.frontend import FrontEnd
 from fusewright.capture.record import Record
-from fusewright.capture.shapes import Buckets, ShapeBucket, check_buckets, check_dims
-from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant
+from fusewright.capture.shapes import Buckets, check_buckets, check_dims
 from fusewright.config import Effort, Numerics, Verify, to_enum
 from fusewright.errors import UnsupportedTorchError, UserInputError
 from fusewright.passes.base import Pass
@@ -39,6 +40,22 @@ class _Off(threading.local):
 
 
 _OFF = _Off()
+
+
+class _Override(threading.local):
+    choose: Choose | None = None
+
+
+_OVERRIDE = _Override()
+
+
+@contextlib.contextmanager
+def _choosing(choose: Choose) -> Iterator[None]:
+    _OVERRIDE.choose = choose
+    try:
+        yield
+    finally:
+        _OVERRIDE.choose = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +245,7 @@ def _services(record: Record, options: Options, settings: config.Settings) -> Se
     return Services(
         pipeline=Pipeline(order, settings, options.numerics, options.strict, options.frozen_weights),
         record=record,
-        choose=_chooser(options),
+        choose=_OVERRIDE.choose or _chooser(options),
         buckets=options.buckets,
         verdicts=VerdictFolder.under(settings.cache_dir),
         verify=options.verify,
@@ -237,10 +254,22 @@ def _services(record: Record, options: Options, settings: config.Settings) -> Se
 
 
 def _chooser(options: Options) -> Choose:
-    def default(fingerprint: str, bucket: ShapeBucket) -> GraphVariant:
-        return DEFAULT_VARIANT
+    """Read winners from the tuning store; without a store every bucket gets the default variant."""
+    digests = ",".join(p.digest() for p in options.passes)
 
-    return default
+    def context() -> KeyContext:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        return KeyContext.current(
+            device, numerics=options.numerics, frozen_weights=options.frozen_weights, user_passes=digests
+        )
+
+    return choose_from(options.store, context)
+
+
+def optimize_with(model: _T, *, choose: Choose, **options: Any) -> _T:
+    """`optimize`, with `choose(fingerprint, bucket) -> GraphVariant` in place of the tuning store; the tuner's door."""
+    with _choosing(choose):
+        return optimize(model, **options)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The update rules of torch's SGD, Adam and AdamW as functions of tensors, so that a whole-step graph can hold them.
 
+`OptimizerState` is the bridge to the live optimizer, whose state keeps torch's own layout.
+
 Every hyper-parameter enters the graph as a 0-dim float64 tensor: a scheduler or an edited parameter group changes a
 value, never the graph. Only what changes the formula (momentum at all, nesterov, amsgrad, ...) is part of the graph's
 identity (`UpdateRule`).
@@ -15,7 +17,7 @@ arXiv:1711.05101), amsgrad (Reddi et al., ICLR 2018).
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +53,11 @@ class UpdateRule:
         if self.family is Family.SGD:
             return ("momentum_buffer",) if self.momentum else ()
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The state tensors that the graph takes: with counters on a device, the counter too."""
+        return (*self.state_names, "step") if self.device_steps else self.state_names
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
@@ -160,6 +167,107 @@ def updated(
     return p.to(parameter.dtype), new_state
 
 
+def clip_coefficient(grads: Sequence[Tensor], max_norm: float) -> Tensor:
+    """What `torch.nn.utils.clip_grad_norm_` multiplies each gradient by: min(1, max_norm / (2-norm of all + 1e-6))."""
+    first = grads[0].device
+    norms = torch.stack([torch.linalg.vector_norm(grad).to(first) for grad in grads])
+    return torch.clamp(max_norm / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
+
+
+@dataclass
+class OptimizerView:
+    """How the optimizer updates each parameter at this step: `bucket[i]` for parameter i, None where it does not."""
+
+    bucket: list[int | None]
+    rules: list[UpdateRule]
+    values: list[tuple[float, ...]]
+
+    def rule(self, i: int) -> UpdateRule:
+        """The rule of parameter i, which the optimizer updates."""
+        bucket = self.bucket[i]
+        assert bucket is not None, f"parameter {i} is not updated"
+        return self.rules[bucket]
+
+
+class OptimizerState:
+    """The optimizer's parameter groups and state, read and written in torch's own layout."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._counters: dict[int, tuple[Tensor, int, float]] = {}
+
+    def view(self, parameters: Sequence[Tensor]) -> OptimizerView:
+        """Rules, scalars and buckets: parameters of one group with equal step counters share a bucket."""
+        place = {id(parameter): i for i, parameter in enumerate(parameters)}
+        view = OptimizerView([None] * len(parameters), [], [])
+        for group in self._optimizer.param_groups:
+            rule = rule_of(self._optimizer, group)
+            buckets: dict[float, int] = {}
+            for parameter in group["params"]:
+                if not parameter.requires_grad and parameter.grad is None:
+                    continue  # frozen
+                i = place[id(parameter)]
+                step = self._next_step(i, parameter, rule, group)
+                if step not in buckets:
+                    buckets[step] = len(view.rules)
+                    view.rules.append(rule)
+                    view.values.append(scalars(rule, group, step))
+                view.bucket[i] = buckets[step]
+        return view
+
+    def _next_step(self, i: int, parameter: Tensor, rule: UpdateRule, group: Mapping[str, Any]) -> float:
+        """The counter after this step; for SGD, 1 where dampening must not apply yet and 2 elsewhere."""
+        state = self._optimizer.state.get(parameter, {})
+        if "momentum" in group:
+            return 1.0 if group["dampening"] != 0 and state.get("momentum_buffer") is None else 2.0
+        if rule.device_steps:
+            return 1.0
+        counter = state.get("step")
+        if not isinstance(counter, Tensor):
+            return 1.0 if counter is None else float(counter) + 1
+        tensor, version, value = self._counters.get(i, (None, -1, 0.0))
+        if tensor is not counter or version != counter._version:
+            value = float(counter)
+            self._counters[i] = (counter, counter._version, value)
+        return value + 1
+
+    def tensor(self, parameter: Tensor, name: str, fresh: dict[Tensor, dict[str, Tensor]]) -> Tensor:
+        """State `name` of `parameter`; where torch has made none yet, its initial value, kept in `fresh`."""
+        found = self._optimizer.state.get(parameter, {}).get(name)
+        if isinstance(found, Tensor):
+            return found
+        made = fresh.setdefault(parameter, {})
+        if name not in made:
+            made[name] = (
+                torch.zeros((), dtype=_counter_dtype(), device=parameter.device)
+                if name == "step"
+                else torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
+            )
+        return made[name]
+
+    def commit(
+        self, parameters: Iterable[Tensor], rules: Iterable[UpdateRule], fresh: Mapping[Tensor, dict[str, Tensor]]
+    ) -> None:
+        """Write `fresh` into the optimizer and count one step for `parameters`, as `optimizer.step()` does."""
+        counters = []
+        for parameter, rule in zip(parameters, rules, strict=True):
+            if not rule.state_names:
+                continue  # torch makes no entry either
+            state = self._optimizer.state[parameter]
+            state.update(fresh.get(parameter, {}))
+            if "exp_avg" in rule.state_names and not rule.device_steps:
+                if "step" not in state:
+                    # torch puts the counter first; a checkpoint keeps that order
+                    moments = dict(state)
+                    state.clear()
+                    state |= {"step": torch.zeros((), dtype=_counter_dtype())} | moments
+                counters.append(state["step"])
+        if counters:
+            torch._foreach_add_(counters, 1)
+        if hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
+
+
 def _sgd(
     rule: UpdateRule, p: Tensor, g: Tensor, state: Mapping[str, Tensor], scalar: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -211,3 +319,7 @@ def _flat(value: Any) -> tuple[Any, ...]:
 
 def _on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _counter_dtype() -> torch.dtype:
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32

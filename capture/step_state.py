@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from fusewright.capture.optimizer_update import UpdateRule, rule_of, scalars
-from fusewright.capture.whole_step import Slot
+from fusewright.capture.optimizer_update import OptimizerState, OptimizerView
+from fusewright.capture.whole_step import Constant, ParameterPlan, Slot, StepFunction, StepPlan, WholeStep
+from fusewright.errors import CaptureError
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -66,7 +71,7 @@ class ModuleState:
         for part in self._module.modules():
             live = vars(part)
             watched.append((live, list(live.values())))
-            settings: list[Hashable] = [type(part)]
+            settings: list[Hashable] = [id(type(part))]
             for name, value in live.items():
                 if isinstance(value, Tensor):
                     attributes.append((part, name))
@@ -82,7 +87,8 @@ class ModuleState:
                     kept_alive.append(value)
             described.append(tuple(settings))
         named = dict(self._module.named_parameters())
-        parameters, names = list(named.values()), list(named)
+        parameters: list[Tensor] = list(named.values())
+        names = list(named)
         known = {id(parameter) for parameter in parameters}
         for group in self._optimizer.param_groups:
             extra = [parameter for parameter in group["params"] if id(parameter) not in known]
@@ -98,97 +104,198 @@ class ModuleState:
 
 
 @dataclass
-class OptimizerView:
-    """How the optimizer updates each parameter at this step: `bucket[i]` for parameter i, None where it does not."""
+class Call:
+    """One call as the graph sees it.
 
-    bucket: list[int | None]
-    rules: list[UpdateRule]
-    values: list[tuple[float, ...]]
+    Attributes:
+        layout: the module's tensors.
+        view: what the optimizer would do; updates nothing where the optimizer runs outside of the graph.
+        tensors: tensors among the arguments.
+        constants: other leaves of the arguments, None in the place of a tensor.
+        spec: how to rebuild the arguments.
+        fresh: optimizer state that torch has not made yet, by parameter; goes to the optimizer with the step.
+    """
 
-    def rule(self, i: int) -> UpdateRule:
-        """The rule of parameter i, which the optimizer updates."""
-        bucket = self.bucket[i]
-        assert bucket is not None, f"parameter {i} is not updated"
-        return self.rules[bucket]
+    layout: Layout
+    view: OptimizerView
+    tensors: list[Tensor]
+    constants: tuple[Constant | None, ...]
+    spec: pytree.TreeSpec
+    fresh: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
 
 
-class OptimizerState:
-    """The optimizer's parameter groups and state, read and written in torch's own layout."""
+class LiveStep:
+    """The live objects of a training step: what a call looks like, which graph it needs, and that graph's inputs.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._counters: dict[int, tuple[Tensor, int, float]] = {}
+    Args:
+        module: takes the arguments' two or three trees and returns the loss.
+        loss_fn: watched for values that it closes over.
+        optimizer: any; only asked for a view where its update is part of the graph.
+        scale: the loss scale on a device, where a GradScaler is used.
+    """
 
-    def view(self, parameters: Sequence[Tensor]) -> OptimizerView:
-        """Rules, scalars and buckets: parameters of one group with equal step counters share a bucket."""
-        place = {id(parameter): i for i, parameter in enumerate(parameters)}
-        view = OptimizerView([None] * len(parameters), [], [])
-        for group in self._optimizer.param_groups:
-            rule = rule_of(self._optimizer, group)
-            buckets: dict[float, int] = {}
-            for parameter in group["params"]:
-                if not parameter.requires_grad and parameter.grad is None:
-                    continue  # frozen
-                i = place[id(parameter)]
-                step = self._next_step(i, parameter, rule, group)
-                if step not in buckets:
-                    buckets[step] = len(view.rules)
-                    view.rules.append(rule)
-                    view.values.append(scalars(rule, group, step))
-                view.bucket[i] = buckets[step]
-        return view
-
-    def _next_step(self, i: int, parameter: Tensor, rule: UpdateRule, group: Mapping[str, Any]) -> float:
-        """The counter after this step; for SGD, 1 where dampening must not apply yet and 2 elsewhere."""
-        state = self._optimizer.state.get(parameter, {})
-        if "momentum" in group:
-            return 1.0 if group["dampening"] != 0 and state.get("momentum_buffer") is None else 2.0
-        if rule.device_steps:
-            return 1.0
-        counter = state.get("step")
-        if not isinstance(counter, Tensor):
-            return 1.0 if counter is None else float(counter) + 1
-        tensor, version, value = self._counters.get(i, (None, -1, 0.0))
-        if tensor is not counter or version != counter._version:
-            value = float(counter)
-            self._counters[i] = (counter, counter._version, value)
-        return value + 1
-
-    def tensor(self, parameter: Tensor, name: str, fresh: dict[Tensor, dict[str, Tensor]]) -> Tensor:
-        """State `name` of `parameter`; where torch has made none yet, its initial value, kept in `fresh`."""
-        found = self._optimizer.state.get(parameter, {}).get(name)
-        if isinstance(found, Tensor):
-            return found
-        made = fresh.setdefault(parameter, {})
-        if name not in made:
-            made[name] = (
-                torch.zeros((), dtype=_counter_dtype(), device=parameter.device)
-                if name == "step"
-                else torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
-            )
-        return made[name]
-
-    def commit(
-        self, parameters: Iterable[Tensor], rules: Iterable[UpdateRule], fresh: Mapping[Tensor, dict[str, Tensor]]
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: object,
+        optimizer: Optimizer,
+        *,
+        accumulate: int,
+        clip: float | None,
+        scale: Callable[[torch.device], Tensor] | None,
     ) -> None:
-        """Write `fresh` into the optimizer and count one step for `parameters`, as `optimizer.step()` does."""
-        counters = []
-        for parameter, rule in zip(parameters, rules, strict=True):
-            if not rule.state_names:
-                continue  # torch makes no entry either
-            state = self._optimizer.state[parameter]
-            state.update(fresh.get(parameter, {}))
-            if "exp_avg" in rule.state_names and not rule.device_steps:
-                if "step" not in state:
-                    # torch puts the counter first; a checkpoint keeps that order
-                    moments = dict(state)
-                    state.clear()
-                    state |= {"step": torch.zeros((), dtype=_counter_dtype())} | moments
-                counters.append(state["step"])
-        if counters:
-            torch._foreach_add_(counters, 1)
-        if hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
+        self._module = module
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._accumulate = accumulate
+        self._clip = clip
+        self._scale = scale
+        self._module_state = ModuleState(module, optimizer)
+        self._optimizer_state = OptimizerState(optimizer)
+
+    def describe(self, inputs: Inputs, *, updates: bool) -> Call:
+        """Look at a call; with `updates`, the optimizer's update is part of its graph."""
+        layout = self._module_state.layout()
+        leaves, spec = pytree.tree_flatten(inputs)
+        return Call(
+            layout,
+            self._optimizer_state.view(layout.parameters)
+            if updates
+            else OptimizerView([None] * len(layout.parameters), [], []),
+            [leaf for leaf in leaves if isinstance(leaf, Tensor)],
+            tuple(None if isinstance(leaf, Tensor) else Constant(leaf) for leaf in leaves),
+            spec,
+        )
+
+    def key(self, call: Call) -> Hashable:
+        """Everything that a graph for `call` assumes."""
+        parameters = call.layout.parameters
+        devices = sorted({parameter.device.type for parameter in parameters} | {t.device.type for t in call.tensors})
+        return (
+            call.layout.structure,
+            tuple(call.view.rules),
+            parameter_key(parameters, call.view.bucket),
+            state_key(self._optimizer.state, parameters) if call.view.rules else (),
+            tuple(map(tensor_key, call.layout.buffers)),
+            tuple(tensor_key(vars(owner)[name]) for owner, name in call.layout.attributes),
+            tuple(map(tensor_key, call.tensors)),
+            tuple(None if constant is None else constant_key(constant.value) for constant in call.constants),
+            call.spec,
+            closure_key(self._loss_fn),
+            ambient_key(devices),
+        )
+
+    def function(self, call: Call) -> tuple[StepFunction, list[Tensor]]:
+        """The step as a function, and its inputs now.
+
+        Raises:
+            CaptureError: a graph could not do what the eager loop does here.
+        """
+        layout = call.layout
+        for name, parameter in zip(layout.names, layout.parameters, strict=True):
+            if parameter._post_accumulate_grad_hooks:
+                raise CaptureError(f"parameter {name!r} has a hook that runs after its gradient is accumulated")
+        if any(tensor.requires_grad for tensor in call.tensors):
+            raise CaptureError("an argument requires a gradient")
+        for constant in call.constants:
+            if constant is not None and constant_key(constant.value) == _unhashable(constant.value):
+                raise CaptureError(f"an argument of type {type(constant.value).__name__} is no tensor and not hashable")
+        plan = StepPlan(
+            tuple(
+                ParameterPlan(name, parameter.requires_grad, parameter.grad is not None, bucket)
+                for name, parameter, bucket in zip(layout.names, layout.parameters, call.view.bucket, strict=True)
+            ),
+            tuple(layout.buffer_names),
+            tuple(layout.attributes),
+            tuple(call.view.rules),
+            call.spec,
+            call.constants,
+            self._accumulate,
+            self._clip,
+            self._scale is not None,
+        )
+        function = StepFunction(self._module, plan, gradient_hooks(layout.parameters))
+        return function, self.gather(function.slots, call)
+
+    def gather(self, slots: Iterable[Slot], call: Call) -> list[Tensor]:
+        """The live tensor of each slot; initial optimizer state that does not exist yet is put into `call.fresh`."""
+        scalars = [torch.tensor(values, dtype=torch.float64).unbind() for values in call.view.values]
+        names = [rule.scalar_names for rule in call.view.rules]
+        found: list[Tensor] = []
+        for slot in slots:
+            role, i, name = slot
+            if role == "state":
+                found.append(self._optimizer_state.tensor(call.layout.parameters[i], name, call.fresh))
+            elif role == "scalar":
+                found.append(scalars[i][names[i].index(name)])
+            elif role == "argument":
+                found.append(call.tensors[i])
+            elif role == "scale":
+                assert self._scale is not None, "a scale without a scaler"
+                found.append(self._scale(call.layout.parameters[0].device))
+            else:
+                tensor = _held(call.layout, slot)
+                assert tensor is not None, f"{slot} holds no tensor, and the signature says that it does"
+                found.append(tensor)
+        return found
+
+    def results(self, step: WholeStep) -> dict[Slot, Tensor]:
+        """What lies now in the slots that `step` writes, and the gradients that it would hand out."""
+        layout = self._module_state.layout()
+        found: dict[Slot, Tensor] = {}
+        for slot in step.results:
+            if slot.role == "state":
+                found[slot] = self._optimizer.state[layout.parameters[slot.number]][slot.name]
+            else:
+                tensor = _held(layout, slot)
+                if tensor is not None:
+                    found[slot] = tensor.detach()
+        return found
+
+    def finish(self, step: WholeStep, call: Call) -> None:
+        """After the graph's update: count the optimizer's step and drop the gradients that it used."""
+        parameters = call.layout.parameters
+        rules = [call.view.rule(i) for i in step.updated]
+        self._optimizer_state.commit([parameters[i] for i in step.updated], rules, call.fresh)
+        for parameter, bucket in zip(parameters, call.view.bucket, strict=True):
+            if bucket is not None:
+                parameter.grad = None
+
+
+def _held(layout: Layout, slot: Slot) -> Tensor | None:
+    """What the module holds in a slot."""
+    if slot.role == "param":
+        return layout.parameters[slot.number]
+    if slot.role == "grad":
+        return layout.parameters[slot.number].grad
+    if slot.role == "buffer":
+        return layout.buffers[slot.number]
+    assert slot.role == "attribute", f"the module has no {slot.role}"
+    owner, name = layout.attributes[slot.number]
+    found = vars(owner)[name]
+    assert isinstance(found, Tensor), f"attribute {name!r} is no tensor any more"
+    return found
+
+
+def constant_key(value: object) -> Hashable:
+    """A constant by type and value; a type that cannot be hashed has one key, and `LiveStep.function` refuses it."""
+    try:
+        hash(value)
+    except TypeError:
+        return _unhashable(value)
+    return (type(value), value)
+
+
+def _unhashable(value: object) -> Hashable:
+    return ("not hashable", type(value))
+
+
+def closure_key(function: object) -> tuple[Hashable, ...]:
+    """The values that a plain function closes over: plain ones by value, others by identity."""
+    if not isinstance(function, types.FunctionType) or function.__closure__ is None:
+        return ()
+    contents = [cell.cell_contents for cell in function.__closure__]
+    return tuple((type(value), value) if isinstance(value, _BY_VALUE) else id(value) for value in contents)
 
 
 def parameter_key(parameters: Sequence[Tensor], buckets: Sequence[int | None]) -> tuple[Hashable, ...]:
@@ -202,7 +309,7 @@ def parameter_key(parameters: Sequence[Tensor], buckets: Sequence[int | None]) -
                 bucket,
                 None if grad is None else tensor_key(grad),
                 _ids(_hooks(parameter)),
-                bool(parameter._post_accumulate_grad_hooks),  # type: ignore[attr-defined]
+                bool(parameter._post_accumulate_grad_hooks),
             )
         )
     return tuple(key)
@@ -248,34 +355,6 @@ def gradient_hooks(parameters: Sequence[Tensor]) -> dict[int, list[Callable[...,
     return {i: list(_hooks(parameter)) for i, parameter in enumerate(parameters) if _hooks(parameter)}
 
 
-def overlapping(tensors: Mapping[Slot, Tensor], written: Iterable[Slot]) -> Slot | None:
-    """A written slot whose memory another slot shares, or None. Meant for one check per graph: it sorts all tensors."""
-    changed = set(written)
-    spans = sorted(
-        (
-            (t.untyped_storage().data_ptr(), t.storage_offset() * t.itemsize, _end(t), slot)
-            for slot, t in tensors.items()
-        ),
-        key=lambda span: span[:3],
-    )
-    reach: dict[int, tuple[int, Slot]] = {}
-    for storage, start, end, slot in spans:
-        last = reach.get(storage)
-        if last is not None and start < last[0] and (slot in changed or last[1] in changed):
-            return slot if slot in changed else last[1]
-        if last is None or end > last[0]:
-            reach[storage] = (end, slot)
-    return None
-
-
-def _end(tensor: Tensor) -> int:
-    """First byte after the tensor in its storage; its start where it is empty."""
-    if tensor.numel() == 0:
-        return tensor.storage_offset() * tensor.itemsize
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + extent + 1) * tensor.itemsize
-
-
 def _same(live: Collection[Any], last: list[Any]) -> bool:
     return len(live) == len(last) and all(map(is_, live, last))
 
@@ -294,7 +373,3 @@ def _tied(module: nn.Module) -> tuple[int, ...]:
     first: dict[int, int] = {}
     every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return tuple(first.setdefault(id(tensor), i) for i, (_, tensor) in enumerate(every))
-
-
-def _counter_dtype() -> torch.dtype:
-    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32

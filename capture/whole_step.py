@@ -1,17 +1,15 @@
 """Captures forward, loss, backward and optimizer update of a training step as one functional ATen graph.
 
-Dynamo breaks a graph at `backward()`, so the step is traced below it: `make_fx` runs the user's own Python on fake
-tensors, through torch's own autograd. Hooks, checkpointing, autocast and custom autograd functions need no support here.
-
-Every tensor that may change between two steps is an input of the graph (`Slot`). What the step changes in place is
-computed functionally and written back by `copy_` nodes at the end of the graph.
+Dynamo breaks a graph at `backward()`, so `make_fx` runs the user's own Python on fake tensors, through torch's own
+autograd: hooks, checkpointing, autocast, custom autograd functions need no code here. Every tensor that may change
+between two steps is an input (`Slot`); what the step changes in place is written back by `copy_` nodes at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -22,17 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fusewright.capture.optimizer_update import UpdateRule, updated
+from fusewright.capture.optimizer_update import UpdateRule, clip_coefficient, updated
 from fusewright.errors import CaptureError
 
 Role = Literal["param", "buffer", "attribute", "grad", "state", "scalar", "scale", "argument"]
 
 
 class Slot(NamedTuple):
-    """One input of the graph: `index` counts parameters, buffers, ...; `name` tells states and scalars apart."""
+    """One input of the graph: `number` counts parameters, buffers, ...; `name` tells states and scalars apart."""
 
     role: Role
-    index: int
+    number: int
     name: str = ""
 
 
@@ -89,8 +87,7 @@ class StepPlan:
                 found.append(Slot("grad", i))
             if parameter.bucket is not None:
                 rule = self.buckets[parameter.bucket]
-                found += [Slot("state", i, name) for name in rule.state_names]
-                found += [Slot("state", i, "step")] if rule.device_steps else []
+                found += [Slot("state", i, name) for name in rule.input_names]
         for i, rule in enumerate(self.buckets):
             found += [Slot("scalar", i, name) for name in rule.scalar_names]
         found += [Slot("scale", 0)] if self.scaled else []
@@ -101,8 +98,8 @@ class StepPlan:
 class StepFunction:
     """The step as a function of flat tensors, in the order of `plan.slots()`; it changes none of the live objects.
 
-    Returns the loss (detached, divided by `accumulate`), then new gradients of `grad_outputs`, then the new values of
-    `writes`; both lists are filled in by a call. Buffers are changed in place, as the module does it.
+    Returns the loss (detached, divided by `accumulate`), new gradients of `grad_outputs`, and new values of `writes`;
+    both lists are filled in by a call. Buffers are changed in place, as the module does it.
 
     Raises:
         CaptureError: the module does something that a graph would lose, such as setting an attribute.
@@ -205,8 +202,7 @@ class StepFunction:
             bucket = plan.parameters[i].bucket
             if bucket is not None:
                 rule = plan.buckets[bucket]
-                names = (*rule.state_names, *(("step",) if rule.device_steps else ()))
-                state = {name: values[Slot("state", i, name)] for name in names}
+                state = {name: values[Slot("state", i, name)] for name in rule.input_names}
                 scalars = [values[Slot("scalar", bucket, name)] for name in rule.scalar_names]
                 parameter = values[Slot("param", i)]
                 new, new_state = updated(rule, parameter, applied[i], state, scalars, state.pop("step", None))
@@ -253,8 +249,6 @@ class WholeStep:
         written: slots that the graph changes in place.
         random: whether the graph draws random numbers.
         mode: the fake mode of `fakes`.
-        nodes: operations in the graph.
-        device_types: where its inputs lie.
     """
 
     graph_module: fx.GraphModule
@@ -265,8 +259,6 @@ class WholeStep:
     written: frozenset[Slot]
     random: bool
     mode: FakeTensorMode
-    nodes: int = field(init=False)
-    device_types: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.nodes = sum(node.op == "call_function" for node in self.graph_module.graph.nodes)
@@ -286,17 +278,23 @@ def capture(step: StepFunction, inputs: Sequence[Tensor]) -> WholeStep:
     """
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
-    with mode, enable_python_dispatcher(), _rng_rewinds() as rewinds, _no_autocast_cache():
-        graph_module = make_fx(step)(*fakes)
-        if any(is_mutation(node) for node in graph_module.graph.nodes):
-            with torch.no_grad(), autocast_off({fake.device.type for fake in fakes}):
-                graph_module = make_fx(torch.func.functionalize(graph_module, remove="mutations"))(*fakes)
+    devices = {fake.device.type for fake in fakes}
+    torch.clear_autocast_cache()  # fakes must not meet casts of real weights there, nor leave their own
+    try:
+        with mode, enable_python_dispatcher(), _rng_rewinds() as rewinds:
+            graph_module = make_fx(step)(*fakes)
+            if any(is_mutation(node) for node in graph_module.graph.nodes):
+                with torch.no_grad(), autocast_off(devices):
+                    graph_module = make_fx(torch.func.functionalize(graph_module, remove="mutations"))(*fakes)
+    finally:
+        torch.clear_autocast_cache()
     random = any(is_random(node) for node in graph_module.graph.nodes)
     if random and rewinds:
         raise CaptureError("the step resets the random number generator (checkpointed region with dropout?)")
     _write_back(graph_module.graph, len(step.writes), [step.slots.index(slot) for slot in step.writes])
     graph_module.graph.eliminate_dead_code(is_impure_node=lambda node: is_mutation(node) or node.op != "call_function")
     kept = _prune_placeholders(graph_module.graph)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
     graph_module.graph.lint()
     graph_module.recompile()
     slots = tuple(step.slots[i] for i in kept)
@@ -305,8 +303,8 @@ def capture(step: StepFunction, inputs: Sequence[Tensor]) -> WholeStep:
         slots,
         tuple(fakes[i] for i in kept),
         step.grad_outputs,
-        tuple(slot.index for slot in step.writes if slot.role == "param"),
-        _written(graph_module.graph, slots),
+        tuple(slot.number for slot in step.writes if slot.role == "param"),
+        frozenset(slot for slot, node in zip(slots, placeholders, strict=True) if any(map(is_mutation, node.users))),
         random,
         mode,
     )
@@ -318,15 +316,12 @@ def is_mutation(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws from a random number generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def clip_coefficient(grads: Sequence[Tensor], max_norm: float) -> Tensor:
-    """What `torch.nn.utils.clip_grad_norm_` multiplies each gradient by: min(1, max_norm / (2-norm of all + 1e-6))."""
-    first = grads[0].device
-    norms = torch.stack([torch.linalg.vector_norm(grad).to(first) for grad in grads])
-    return torch.clamp(max_norm / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
+    """Whether the node draws from a random number generator; attention without dropout is tagged so, and does not."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.name == "dropout_p"}
+    return (defaults | given).get("dropout_p") != 0.0
 
 
 @contextlib.contextmanager
@@ -377,16 +372,6 @@ def _rng_rewinds() -> Iterator[list[str]]:
         yield found
 
 
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Autocast caches casts of weights; fakes must not meet real ones there, nor stay behind."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-
-
 def _write_back(graph: fx.Graph, count: int, targets: Sequence[int]) -> None:
     """Turn the last `count` outputs into `copy_` nodes to the placeholders at `targets`."""
     placeholders = graph.find_nodes(op="placeholder")
@@ -410,10 +395,3 @@ def _prune_placeholders(graph: fx.Graph) -> list[int]:
         else:
             graph.erase_node(node)
     return kept
-
-
-def _written(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[Slot]:
-    """The slots whose placeholders some node changes."""
-    placeholders = graph.find_nodes(op="placeholder")
-    changed = {node.args[0] for node in graph.nodes if is_mutation(node)}
-    return frozenset(slot for slot, node in zip(slots, placeholders, strict=True) if node in changed)

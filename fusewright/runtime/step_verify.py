@@ -14,7 +14,7 @@ from fusewright.numerics import TreeComparison, compare_trees
 
 def label(slot: Slot) -> str:
     """A name for a slot in records, such as `state 3 exp_avg`."""
-    return f"{slot.role} {slot.index} {slot.name}".strip()
+    return f"{slot.role} {slot.number} {slot.name}".strip()
 
 
 class StepVerifier:
@@ -24,25 +24,27 @@ class StepVerifier:
     are drawn twice from the same state.
     """
 
-    def __init__(self, function: StepFunction, flat: Sequence[Tensor], step: WholeStep) -> None:
+    def __init__(
+        self, function: StepFunction, flat: Sequence[Tensor], step: WholeStep, compiled: Callable[..., Sequence[Tensor]]
+    ) -> None:
         self._function = function
         self._step = step
         self._before = [tensor.detach().clone() for tensor in flat]
         self._devices = sorted({t.device.index for t in flat if t.device.type == "cuda"})
-        self._results: dict[str, Tensor] = {}
+        self._results = self._run(compiled)
 
-    def run(self, compiled: Callable[..., Sequence[Tensor]]) -> None:
-        """Run `compiled` on copies and keep what it returns and writes."""
+    def _run(self, compiled: Callable[..., Sequence[Tensor]]) -> dict[str, Tensor]:
+        """What `compiled` returns and writes, on copies."""
         copies = {slot: tensor.clone() for slot, tensor in zip(self._function.slots, self._before, strict=True)}
         with torch.random.fork_rng(self._devices), torch.no_grad(), autocast_off(self._step.device_types):
             loss, *grads = compiled(*(copies[slot] for slot in self._step.slots))
         handed_out = {Slot("grad", i): grad for i, grad in zip(self._step.grad_outputs, grads, strict=True)}
         every = copies | handed_out
-        self._results = {"loss": loss} | {label(slot): every[slot] for slot in self._step.results}
+        return {"loss": loss} | {label(slot): every[slot] for slot in self._step.results}
 
-    def compare(self, loss: Tensor, live: Mapping[str, Tensor]) -> TreeComparison:
+    def compare(self, loss: Tensor, live: Mapping[Slot, Tensor]) -> TreeComparison:
         """Judge the compiled step by the eager loop's `loss` and by what it left in the `live` objects."""
-        expected = {"loss": loss} | dict(live)
+        expected = {"loss": loss} | {label(slot): tensor for slot, tensor in live.items()}
         # in float64 the same generator draws other numbers, so a random step has no float64 reference
         reference = None if self._step.random else self._float64
         return compare_trees(self._results, expected, reference, training=True)

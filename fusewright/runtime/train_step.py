@@ -4,46 +4,23 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from fusewright.capture.optimizer_update import decline_reason
-from fusewright.capture.step_state import (
-    Layout,
-    ModuleState,
-    OptimizerState,
-    OptimizerView,
-    ambient_key,
-    gradient_hooks,
-    overlapping,
-    parameter_key,
-    state_key,
-    tensor_key,
-)
+from fusewright.capture.step_state import Call, Inputs, LiveStep
 from fusewright.capture.variant import GraphVariant, Lowering
-from fusewright.capture.whole_step import (
-    Constant,
-    ParameterPlan,
-    Slot,
-    StepFunction,
-    StepPlan,
-    WholeStep,
-    autocast_off,
-    capture,
-)
+from fusewright.capture.whole_step import Slot, WholeStep, autocast_off, capture
 from fusewright.config import Verify, to_enum
 from fusewright.errors import CaptureError, FallbackError, FusewrightError, UserInputError, VerificationError
 from fusewright.runtime.fakes import BucketInputs
 from fusewright.runtime.lower import lower
-from fusewright.runtime.step_verify import StepVerifier, label
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
+from fusewright.runtime.step_verify import StepVerifier
 
 MAX_SIGNATURES = 64
 """Steps compiled per `TrainStep`; a further signature runs eagerly and is counted, so that memory stays bounded."""
@@ -68,18 +45,6 @@ class LossModule(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_args: tuple[Any, ...]) -> Tensor:
         """The loss of one batch."""
         return self.loss_fn(self.model(*args, **kwargs), *loss_args)
-
-
-@dataclass
-class Call:
-    """One call as the graph sees it: the live objects, flattened arguments and what the optimizer would do."""
-
-    layout: Layout
-    view: OptimizerView
-    tensors: list[Tensor]
-    constants: tuple[Constant | None, ...]
-    spec: pytree.TreeSpec
-    in_graph_update: bool
 
 
 @dataclass
@@ -111,7 +76,7 @@ class TrainStep:
         optimizer: SGD, Adam and AdamW of torch.optim become part of the graph; others run eagerly after it.
         accumulate: calls per optimizer step; the loss is divided by it.
         clip: largest 2-norm of the gradients of all of the optimizer's parameters together.
-        scaler: unscaling, clipping and the optimizer run outside of the graph, so that a step with infinities is skipped.
+        scaler: unscaling, clipping and the optimizer run outside of the graph, so that infinities skip it.
         lowering: "inductor", "aot_eager" or "eager" (the captured graph as it is).
         strict: raise instead of falling back to the eager loop.
         verify: "first_call" compares the first call of every signature with the eager loop; "off" does not.
@@ -146,8 +111,14 @@ class TrainStep:
         if self._verify is Verify.ALWAYS:
             raise UserInputError("verify='always' is not offered by TrainStep; use 'first_call' or 'off'.")
         self._module = LossModule(model, loss_fn)
-        self._module_state = ModuleState(self._module, optimizer)
-        self._optimizer_state = OptimizerState(optimizer)
+        self._live = LiveStep(
+            self._module,
+            loss_fn,
+            optimizer,
+            accumulate=accumulate,
+            clip=clip,
+            scale=None if self._scaler is None else self._scale,
+        )
         self._steps: dict[Hashable, CompiledStep | Fallback] = {}
         self._fallbacks: collections.Counter[Fallback] = collections.Counter()
         self._micro_step = 0
@@ -163,7 +134,8 @@ class TrainStep:
             kwargs: keyword arguments of the model.
 
         Raises:
-            CaptureError, VerificationError, FallbackError: only with `strict`; nothing has been updated then.
+            CaptureError, FallbackError: only with `strict`; nothing has been updated.
+            VerificationError: only with `strict`; the eager loop's step has been applied.
         """
         inputs: Inputs = (args, kwargs, loss_args)
         last = self._micro_step + 1 == self._accumulate
@@ -199,81 +171,52 @@ class TrainStep:
         }
 
     def _dispatch(self, inputs: Inputs, last: bool) -> Tensor:
-        call = self._describe(inputs, last)
-        key = self._key(call, last)
+        updates = last and self._scaler is None and self._optimizer_fits()
+        call = self._live.describe(inputs, updates=updates)
+        key = (last, updates, self._live.key(call))
         found = self._steps.get(key)
         if found is None:
-            return self._first_call(key, call, inputs, last)
+            return self._first_call(key, call, inputs, last, updates)
         if isinstance(found, Fallback):
             self._fallbacks[found] += 1
             return self._eager(inputs, last)
-        return self._run(found, call, last)
+        return self._run(found, call, last, updates)
 
-    def _describe(self, inputs: Inputs, last: bool) -> Call:
-        layout = self._module_state.layout()
-        in_graph_update = last and self._scaler is None
-        if in_graph_update:
-            reason = decline_reason(self.optimizer)
-            if reason is not None:
-                in_graph_update = False
-                self._fall_back(Fallback("optimizer", type(self.optimizer).__name__, reason), FallbackError)
-        view = (
-            self._optimizer_state.view(layout.parameters)
-            if in_graph_update
-            else OptimizerView([None] * len(layout.parameters), [], [])
-        )
-        leaves, spec = pytree.tree_flatten(inputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        constants = tuple(None if isinstance(leaf, Tensor) else Constant(leaf) for leaf in leaves)
-        return Call(layout, view, tensors, constants, spec, in_graph_update)
+    def _optimizer_fits(self) -> bool:
+        """Whether the update can be part of the graph; counted where it cannot."""
+        reason = decline_reason(self.optimizer)
+        if reason is not None:
+            self._fall_back(Fallback("optimizer", type(self.optimizer).__name__, reason), FallbackError)
+        return reason is None
 
-    def _key(self, call: Call, last: bool) -> Hashable:
-        """Everything that the graph of `call` assumes."""
-        parameters = call.layout.parameters
-        devices = sorted({parameter.device.type for parameter in parameters} | {t.device.type for t in call.tensors})
-        return (
-            call.layout.structure,
-            last,
-            tuple(call.view.rules),
-            parameter_key(parameters, call.view.bucket),
-            state_key(self.optimizer.state, parameters) if call.in_graph_update else (),
-            tuple(map(tensor_key, call.layout.buffers)),
-            tuple(tensor_key(vars(owner)[name]) for owner, name in call.layout.attributes),
-            tuple(map(tensor_key, call.tensors)),
-            tuple(None if c is None else _constant_key(c.value) for c in call.constants),
-            call.spec,
-            ambient_key(devices),
-        )
-
-    def _first_call(self, key: Hashable, call: Call, inputs: Inputs, last: bool) -> Tensor:
-        """Capture, lower and verify for a new signature; the result is the eager loop's, which the check runs anyway."""
+    def _first_call(self, key: Hashable, call: Call, inputs: Inputs, last: bool, updates: bool) -> Tensor:
+        """Capture, lower and verify for a new signature; the result is the eager loop's, which the check needs."""
         where = type(self.model).__name__
         if len(self._steps) >= MAX_SIGNATURES:
             reason = f"more than {MAX_SIGNATURES} signatures"
             self._fall_back(Fallback("signature_limit", where, reason), FallbackError)
             return self._eager(inputs, last)
-        stage, kind = "capture", CaptureError
+        stage: str = "capture"
         try:
-            function, flat = self._function(call)
+            function, flat = self._live.function(call)
             step = capture(function, flat)
             _check_memory(step, dict(zip(function.slots, flat, strict=True)))
-            stage, kind = "lowering", FallbackError
+            stage = "lowering"
             run = _lower(step, self._lowering)
-            if self._verify is Verify.OFF:
-                self._steps[key] = compiled = CompiledStep(step, run, "off")
-                return self._run(compiled, call, last)
-            verifier = StepVerifier(function, flat, step)
-            verifier.run(run)
+            verifier = None if self._verify is Verify.OFF else StepVerifier(function, flat, step, run)
         except Exception as error:  # noqa: BLE001  the user's code or a compiler may raise anything; it is counted
             fallback = Fallback(stage, where, f"{type(error).__name__}: {_first_line(error)}")
-            self._fall_back(fallback, kind, error)
+            self._fall_back(fallback, CaptureError if stage == "capture" else FallbackError, error)
             self._steps[key] = fallback
             return self._eager(inputs, last)
+        if verifier is None:
+            self._steps[key] = compiled = CompiledStep(step, run, "off")
+            return self._run(compiled, call, last, updates)
         loss = self._backward(inputs)
-        if call.in_graph_update:
+        if updates:
             self._update()
-        verdict = verifier.compare(loss, self._live_results(step))
-        if last and not call.in_graph_update:
+        verdict = verifier.compare(loss, self._live.results(step))
+        if last and not updates:
             self._update()
         if verdict.ok:
             self._steps[key] = CompiledStep(step, run, verdict.reason)
@@ -282,100 +225,23 @@ class TrainStep:
             self._fall_back(fallback, VerificationError)
         return loss
 
-    def _function(self, call: Call) -> tuple[StepFunction, list[Tensor]]:
-        """The step as a function and its inputs now."""
-        layout = call.layout
-        for name, parameter in zip(layout.names, layout.parameters, strict=True):
-            if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                raise CaptureError(f"parameter {name!r} has a hook that runs after its gradient is accumulated")
-        if any(tensor.requires_grad for tensor in call.tensors):
-            raise CaptureError("an argument requires a gradient")
-        plan = StepPlan(
-            tuple(
-                ParameterPlan(name, parameter.requires_grad, parameter.grad is not None, bucket)
-                for name, parameter, bucket in zip(layout.names, layout.parameters, call.view.bucket, strict=True)
-            ),
-            tuple(layout.buffer_names),
-            tuple(layout.attributes),
-            tuple(call.view.rules),
-            call.spec,
-            call.constants,
-            self._accumulate,
-            self._clip,
-            self._scaler is not None,
-        )
-        function = StepFunction(self._module, plan, gradient_hooks(layout.parameters))
-        return function, self._gather(function.slots, call, {})
-
-    def _gather(self, slots: Sequence[Slot], call: Call, fresh: dict[Tensor, dict[str, Tensor]]) -> list[Tensor]:
-        """The live tensor of each slot. State that torch has not made yet goes to `fresh`, not to the optimizer."""
-        layout = call.layout
-        values = [torch.tensor(v, dtype=torch.float64).unbind() for v in call.view.values]
-        names = [rule.scalar_names for rule in call.view.rules]
-        found: list[Tensor] = []
-        for role, i, name in slots:
-            if role == "param":
-                found.append(layout.parameters[i])
-            elif role == "state":
-                found.append(self._optimizer_state.tensor(layout.parameters[i], name, fresh))
-            elif role == "grad":
-                grad = layout.parameters[i].grad
-                assert grad is not None, f"{layout.names[i]} has no gradient, and the signature says that it has"
-                found.append(grad)
-            elif role == "buffer":
-                found.append(layout.buffers[i])
-            elif role == "attribute":
-                owner, attribute = layout.attributes[i]
-                found.append(vars(owner)[attribute])
-            elif role == "scalar":
-                found.append(values[i][names[i].index(name)])
-            elif role == "scale":
-                assert self._scaler is not None, "a scale without a scaler"
-                found.append(self._scaler.scale(torch.ones((), device=layout.parameters[0].device)))
-            else:
-                found.append(call.tensors[i])
-        return found
-
-    def _run(self, compiled: CompiledStep, call: Call, last: bool) -> Tensor:
-        step, parameters = compiled.step, call.layout.parameters
-        fresh: dict[Tensor, dict[str, Tensor]] = {}
-        tensors = self._gather(step.slots, call, fresh)
+    def _run(self, compiled: CompiledStep, call: Call, last: bool, updates: bool) -> Tensor:
+        step = compiled.step
+        tensors = self._live.gather(step.slots, call)
         with torch.no_grad(), autocast_off(step.device_types):
             loss, *grads = compiled.run(*tensors)
         for i, grad in zip(step.grad_outputs, grads, strict=True):
-            parameters[i].grad = grad
-        if call.in_graph_update:
-            rules = [call.view.rule(i) for i in step.updated]
-            self._optimizer_state.commit([parameters[i] for i in step.updated], rules, fresh)
-            for i, bucket in enumerate(call.view.bucket):
-                if bucket is not None:
-                    parameters[i].grad = None
+            call.layout.parameters[i].grad = grad
+        if updates:
+            self._live.finish(step, call)
         elif last:
             self._update()
         self._compiled_calls += 1
         return loss
 
-    def _live_results(self, step: WholeStep) -> dict[str, Tensor]:
-        """What the eager loop left in the slots that `step` writes, and the gradients that it hands out."""
-        layout = self._module_state.layout()
-        results: dict[str, Tensor] = {}
-        for slot in step.results:
-            role, i, name = slot
-            value: Tensor | None
-            if role == "param":
-                value = layout.parameters[i]
-            elif role == "grad":
-                value = layout.parameters[i].grad
-            elif role == "state":
-                value = self.optimizer.state[layout.parameters[i]][name]
-            elif role == "buffer":
-                value = layout.buffers[i]
-            else:
-                owner, attribute = layout.attributes[i]
-                value = vars(owner)[attribute]
-            if value is not None:
-                results[label(slot)] = value.detach()
-        return results
+    def _scale(self, device: torch.device) -> Tensor:
+        assert self._scaler is not None, "a scale without a scaler"
+        return self._scaler.scale(torch.ones((), device=device))
 
     def _eager(self, inputs: Inputs, last: bool) -> Tensor:
         loss = self._backward(inputs)
@@ -384,7 +250,7 @@ class TrainStep:
         return loss
 
     def _backward(self, inputs: Inputs) -> Tensor:
-        loss = self._module(*inputs)
+        loss: Tensor = self._module(*inputs)
         if self._accumulate > 1:
             loss = loss / self._accumulate
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
@@ -435,7 +301,36 @@ def _check_memory(step: WholeStep, tensors: dict[Slot, Tensor]) -> None:
             raise CaptureError("forward changes one of its arguments in place")
     shared = overlapping(tensors, step.written)
     if shared is not None:
-        raise CaptureError(f"{shared.role} {shared.index} shares memory with another input of the step and is changed")
+        raise CaptureError(f"{shared.role} {shared.number} shares memory with another input of the step and is changed")
+
+
+def overlapping(tensors: Mapping[Slot, Tensor], written: Iterable[Slot]) -> Slot | None:
+    """A written slot whose memory another slot shares, or None. Meant for one check per graph: it sorts all tensors."""
+    changed = set(written)
+    spans = sorted(
+        (
+            (t.untyped_storage().data_ptr(), int(t.storage_offset()) * t.itemsize, _end(t), slot)
+            for slot, t in tensors.items()
+        ),
+        key=lambda span: span[:3],
+    )
+    reach: dict[int, tuple[int, Slot]] = {}
+    for storage, start, end, slot in spans:
+        last = reach.get(storage)
+        if last is not None and start < last[0] and (slot in changed or last[1] in changed):
+            return slot if slot in changed else last[1]
+        if last is None or end > last[0]:
+            reach[storage] = (end, slot)
+    return None
+
+
+def _end(tensor: Tensor) -> int:
+    """First byte after the tensor in its storage; its start where it is empty."""
+    start = int(tensor.storage_offset())
+    if tensor.numel() == 0:
+        return start * tensor.itemsize
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (start + extent + 1) * tensor.itemsize
 
 
 def _lower(step: WholeStep, lowering: Lowering) -> Callable[..., Sequence[Tensor]]:
@@ -449,19 +344,6 @@ def _lower(step: WholeStep, lowering: Lowering) -> Callable[..., Sequence[Tensor
     with torch.no_grad(), autocast_off(step.device_types):
         compiled, _ = lower(copy.deepcopy(step.graph_module), inputs, variant, {})
     return compiled
-
-
-def _constant_key(value: object) -> Hashable:
-    """A constant argument by type and value.
-
-    Raises:
-        UserInputError: it cannot be hashed, so that a change could not be seen.
-    """
-    try:
-        hash(value)
-    except TypeError as error:
-        raise UserInputError(f"an argument of type {type(value).__name__} is neither tensor nor hashable.") from error
-    return (type(value), value)
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from fusewright.capture.optimizer_update import Family, UpdateRule, decline_reason, scalars, updated
-from fusewright.capture.step_state import ModuleState, overlapping
+from fusewright.capture.optimizer_update import Family, UpdateRule, clip_coefficient, decline_reason, scalars, updated
+from fusewright.capture.step_state import ModuleState
 from fusewright.capture.whole_step import (
     ParameterPlan,
     Slot,
@@ -20,7 +20,6 @@ from fusewright.capture.whole_step import (
     StepPlan,
     WholeStep,
     capture,
-    clip_coefficient,
     is_mutation,
 )
 from fusewright.errors import CaptureError
@@ -106,7 +105,7 @@ def test_gradients_follow_the_loss_without_an_update() -> None:
 
 
 def test_random_ops_are_seen() -> None:
-    assert step_of(Net(lambda net, out: F.dropout(out, 0.5)), torch.randn(5, 4)).random
+    assert step_of(Net(lambda net, out: functional.dropout(out, 0.5)), torch.randn(5, 4)).random
 
 
 @pytest.mark.parametrize(
@@ -183,18 +182,6 @@ def test_optimizers_are_declined_with_a_reason() -> None:
         assert reason in str(decline_reason(optimizer))
     for accepted in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         assert decline_reason(accepted([parameter])) is None
-
-
-def test_overlap_is_found_only_where_it_is_written() -> None:
-    base = torch.zeros(10)
-    a, b, c = Slot("param", 0), Slot("buffer", 0), Slot("argument", 0)
-    tensors = {a: base[:5], b: base[5:], c: base[4:6]}
-    assert overlapping({a: base[:5], b: base[5:]}, [a, b]) is None
-    assert overlapping(tensors, []) is None
-    assert overlapping(tensors, [a]) == a
-    assert overlapping(tensors, [b]) == b
-    whole = {a: base[0:10], b: base[1:2], c: base[3:4]}
-    assert overlapping(whole, [c]) == c
 
 
 def test_a_scan_happens_only_after_an_assignment() -> None:

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from fusewright.errors import CaptureError, FallbackError, UnknownNameError, UserInputError, VerificationError
-from fusewright.runtime import train_step as train_step_module
 from fusewright.runtime.train_step import TrainStep
-
-Make = Callable[[Any], Optimizer]
-
-TOLERANCE = 1e-6
-
-
-class Mlp(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 8)
-        self.norm = nn.LayerNorm(8)
-        self.dropout = nn.Dropout(dropout)
-        self.outer = nn.Linear(8, 3)
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return self.outer(self.dropout(F.gelu(self.norm(self.inner(x_BD)))))
+from tests.runtime.step_pair import TOLERANCE, Make, Mlp, Pair, adam, adamw, batches, sgd, square
 
 
 class Conv(nn.Module):
@@ -42,81 +24,7 @@ class Conv(nn.Module):
         self.norm = nn.BatchNorm2d(4)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        return F.relu_(self.norm(self.conv(x_BCHW))).mean((2, 3))
-
-
-def square(out: Tensor) -> Tensor:
-    return (out - 0.5).square().mean()
-
-
-def batches(count: int, *shape: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        yield torch.randn(*(shape or (5, 4)), generator=generator)
-
-
-class Pair:
-    """A `TrainStep` and the eager loop, on equal copies."""
-
-    def __init__(self, model: nn.Module, make: Make, **options: Any) -> None:
-        self.model, self.twin = model, copy.deepcopy(model)
-        self.optimizer, self.twin_optimizer = make(model.parameters()), make(self.twin.parameters())
-        self.accumulate, self.clip = options.get("accumulate", 1), options.get("clip")
-        self.loss_fn = options.pop("loss_fn", square)
-        self.calls = 0
-        options = {"lowering": "eager", "strict": True} | options
-        self.step = TrainStep(self.model, self.loss_fn, self.optimizer, **options)
-
-    def eager(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self.loss_fn(self.twin(*args, **kwargs)) / self.accumulate
-        loss.backward()
-        self.calls += 1
-        if self.calls % self.accumulate == 0:
-            if self.clip is not None:
-                nn.utils.clip_grad_norm_(self.twin.parameters(), self.clip)
-            self.twin_optimizer.step()
-            self.twin_optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def both(self, *args: Any, **kwargs: Any) -> None:
-        state = torch.get_rng_state()
-        loss = self.step(*args, **kwargs)
-        after = torch.get_rng_state()
-        torch.set_rng_state(state)
-        expected = self.eager(*args, **kwargs)
-        assert not loss.requires_grad
-        torch.testing.assert_close(loss, expected, atol=TOLERANCE, rtol=TOLERANCE)
-        assert torch.equal(after, torch.get_rng_state()), "the step drew other random numbers than the eager loop"
-
-    def check(self) -> None:
-        close = {"atol": TOLERANCE, "rtol": 1e-5}
-        torch.testing.assert_close(dict(self.model.state_dict()), dict(self.twin.state_dict()), **close)
-        mine, twin = self.optimizer.state_dict(), self.twin_optimizer.state_dict()
-        assert [list(s) for s in mine["state"].values()] == [list(s) for s in twin["state"].values()]
-        assert mine["param_groups"] == twin["param_groups"]
-        torch.testing.assert_close(mine["state"], twin["state"], **close)
-        for (name, p), q in zip(self.model.named_parameters(), self.twin.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), name
-            if p.grad is not None:
-                torch.testing.assert_close(p.grad, q.grad, **close)
-
-    def train(self, count: int = 5, *shape: int) -> dict[str, Any]:
-        for batch in batches(count, *shape):
-            self.both(batch)
-        self.check()
-        return self.step.report()
-
-
-def sgd(**options: Any) -> Make:
-    return lambda parameters: torch.optim.SGD(parameters, **{"lr": 0.1} | options)
-
-
-def adam(**options: Any) -> Make:
-    return lambda parameters: torch.optim.Adam(parameters, **{"lr": 0.01} | options)
-
-
-def adamw(**options: Any) -> Make:
-    return lambda parameters: torch.optim.AdamW(parameters, **{"lr": 0.01} | options)
+        return functional.relu_(self.norm(self.conv(x_BCHW))).mean((2, 3))
 
 
 OPTIMIZERS = {
@@ -222,7 +130,7 @@ class Tied(nn.Module):
         self.unused = nn.Parameter(torch.ones(2))
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.embed(ids_BT)).flatten(0, 1), ids_BT.flatten())
+        return functional.cross_entropy(self.head(self.embed(ids_BT)).flatten(0, 1), ids_BT.flatten())
 
 
 def test_tied_weights_and_unused_parameters() -> None:
@@ -311,16 +219,6 @@ def test_autocast_outside_and_checkpointing_inside() -> None:
     assert len(pair.step.report()["graphs"]) == 2
 
 
-def test_checkpointed_dropout_runs_eagerly_and_right() -> None:
-    class Checkpointed(Mlp):
-        def forward(self, x_BD: Tensor) -> Tensor:
-            return checkpoint(super().forward, x_BD, use_reentrant=False)
-
-    report = Pair(Checkpointed(dropout=0.5), sgd(), strict=False).train(3)
-    assert [(f["kind"], f["count"]) for f in report["fallbacks"]] == [("capture", 3)]
-    assert "random number generator" in report["fallbacks"][0]["reason"]
-
-
 def test_hooks_on_modules_and_gradients() -> None:
     pair = Pair(Mlp(), sgd())
     pair.train(2)
@@ -353,7 +251,7 @@ def test_loss_arguments_and_loss_with_parameters() -> None:
             self.temperature = nn.Parameter(torch.tensor(1.0))
 
         def forward(self, out: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(out * self.temperature, target)
+            return functional.cross_entropy(out * self.temperature, target)
 
     model, loss_fn = Mlp(), Loss()
     twin, twin_loss = copy.deepcopy(model), copy.deepcopy(loss_fn)
@@ -392,112 +290,28 @@ def test_grad_scaler_skips_steps_with_infinities() -> None:
     assert step.report()["compiled_calls"] == 5
 
 
-def test_other_optimizers_run_eagerly_and_are_counted() -> None:
-    def rmsprop(parameters: Any) -> Optimizer:
-        return torch.optim.RMSprop(parameters, lr=0.01)
+def test_keyword_arguments_and_constants_are_part_of_the_signature() -> None:
+    class Scaled(Mlp):
+        def forward(self, x_BD: Tensor, scale: float = 1.0, shift: Tensor | None = None) -> Tensor:
+            out = super().forward(x_BD) * scale
+            return out if shift is None else out + shift
 
-    report = Pair(Mlp(), rmsprop, strict=False).train(3)
-    assert report["compiled_calls"] == 2
-    assert [(f["kind"], f["where"], f["count"]) for f in report["fallbacks"]] == [("optimizer", "RMSprop", 3)]
-    model = Mlp()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(FallbackError, match="RMSprop is not one of"):
-        TrainStep(model, square, rmsprop(model.parameters()), strict=True)(torch.ones(5, 4))
-    torch.testing.assert_close(dict(model.state_dict()), dict(before), atol=0, rtol=0)
-
-
-class Branch(Mlp):
-    def forward(self, x_BD: Tensor) -> Tensor:
-        out = super().forward(x_BD)
-        return out * 2 if out.sum() > 0 else out
+    pair = Pair(Scaled(), sgd())
+    for scale in (2.0, 3.0, 2.0):
+        pair.both(torch.ones(5, 4), scale=scale)
+    pair.both(torch.ones(5, 4), shift=torch.ones(3))
+    pair.both(torch.ones(5, 4), shift=torch.zeros(3))
+    pair.check()
+    assert len(pair.step.report()["graphs"]) == 3
 
 
-class Counting(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+def test_values_that_the_loss_closes_over_are_part_of_the_signature() -> None:
+    weight = 1.0
 
-    def forward(self, x_BD: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x_BD) * self.calls
+    def loss_fn(out: Tensor) -> Tensor:
+        return square(out) * weight
 
-
-OUTSIDE = torch.tensor(3.0)
-
-
-class Outside(Mlp):
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return super().forward(x_BD) * OUTSIDE
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"), [(Branch, "DataDependent"), (Counting, "sets attribute 'calls'"), (Outside, "FakeTensor")]
-)
-def test_what_no_graph_can_hold_runs_eagerly(kind: type[Mlp], reason: str) -> None:
-    pair = Pair(kind(), sgd(), strict=False)
-    report = pair.train(4)
-    assert report["compiled_calls"] == 0
-    assert {f["kind"] for f in report["fallbacks"]} == {"capture"}
-    assert sum(f["count"] for f in report["fallbacks"]) == 4
-    assert reason in report["fallbacks"][0]["reason"]
-    model = kind()
-    with pytest.raises(CaptureError, match=reason):
-        TrainStep(model, square, sgd()(model.parameters()), strict=True)(torch.ones(5, 4))
-
-
-def test_a_wrong_lowering_is_caught_and_the_eager_result_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = train_step_module._lower
-
-    def broken(*args: Any) -> Callable[..., Any]:
-        run = lower(*args)
-
-        def wrong(*tensors: Tensor) -> Any:
-            results = run(*tensors)
-            tensors[0].add_(0.1)
-            return results
-
-        return wrong
-
-    monkeypatch.setattr(train_step_module, "_lower", broken)
-    report = Pair(Mlp(), sgd(), strict=False).train(3)
-    assert [(f["kind"], f["count"]) for f in report["fallbacks"]] == [("verification", 3)]
-    with pytest.raises(VerificationError, match="param 0"):
-        Pair(Mlp(), sgd()).train(1)
-    unchecked = Pair(Mlp(), sgd(), verify="off")
-    with pytest.raises(AssertionError):
-        unchecked.train(2)
-
-
-def test_errors_of_the_model_come_through() -> None:
-    model = Mlp()
-    step = TrainStep(model, square, sgd()(model.parameters()), lowering="eager")
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        step(torch.ones(5, 3))
-    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
-        step(torch.ones(5, 4))
-
-
-def test_bad_arguments_are_named() -> None:
-    model = Mlp()
-    optimizer = sgd()(model.parameters())
-    for bad, name in (
-        ((square, square, optimizer, {}), "model"),
-        ((model, None, optimizer, {}), "loss_fn"),
-        ((model, square, model, {}), "optimizer"),
-        ((model, square, optimizer, {"accumulate": 0}), "accumulate"),
-        ((model, square, optimizer, {"clip": -1.0}), "clip"),
-        ((model, square, optimizer, {"verify": "always"}), "verify"),
-    ):
-        *arguments, options = bad
-        with pytest.raises(UserInputError, match=name):
-            TrainStep(*arguments, **options)
-    with pytest.raises(UnknownNameError, match="Did you mean 'inductor'"):
-        TrainStep(model, square, optimizer, lowering="inducter")
-
-
-def test_signatures_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_step_module, "MAX_SIGNATURES", 2)
-    pair = Pair(Mlp(), sgd(), strict=False)
-    for size in (2, 3, 4, 5):
-        pair.train(1, size, 4)
-    assert [(f["kind"], f["count"]) for f in pair.step.report()["fallbacks"]] == [("signature_limit", 2)]
+    pair = Pair(Mlp(), sgd(), loss_fn=loss_fn)
+    pair.train(2)
+    weight = 2.0
+    assert len(pair.train(2)["graphs"]) == 2

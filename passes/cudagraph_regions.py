@@ -79,10 +79,15 @@ class Region:
     refusals: tuple[Reason, ...]
 
 
-def plan_regions(gm: fx.GraphModule) -> list[Region]:
+def plan_regions(gm: fx.GraphModule, *, inlines_constants: bool = False) -> list[Region]:
     """Split an ATen-form graph, whose nodes carry fake values in `meta["val"]`, into regions in execution order.
 
     Changes nothing. Takes time linear in nodes plus edges.
+
+    Args:
+        gm: the graph.
+        inlines_constants: whether regions will be compiled by something that writes host constants into its kernels, as
+            Inductor does. ATen's own `where`, the usual place of a mask's -inf, copies them to the device instead.
     """
     constants = _host_constants(gm)
     runs: list[_Run] = []
@@ -91,7 +96,7 @@ def plan_regions(gm: fx.GraphModule) -> list[Region]:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or node in constants:
             continue
-        verdict = _judge(node, constants)
+        verdict = _judge(node, constants, inlines_constants)
         if verdict is None:  # a size, or one part of a result: goes where its producer is
             home = (
                 next((run_of[arg] for arg in node.all_input_nodes if arg in run_of), None) if _is_part(node) else None
@@ -197,14 +202,14 @@ def _needed_constants(run: _Run, constants: set[fx.Node], order: dict[fx.Node, i
 # ---- one node
 
 
-def _judge(node: fx.Node, constants: set[fx.Node]) -> torch.device | Reason | None:
+def _judge(node: fx.Node, constants: set[fx.Node], inlines: bool) -> torch.device | Reason | None:
     """The device `node` can be captured on, or why it cannot, or None where it starts nothing and fits anywhere."""
     refusal = _refuse_by_operator(node)
     if refusal is None and (_is_part(node) or _is_size(node)):
         return None
     refusal = refusal or _refuse_by_sizes(node)
     if refusal is None:
-        device_or_refusal = _device(node, constants)
+        device_or_refusal = _device(node, constants, inlines)
         if isinstance(device_or_refusal, torch.device):
             return device_or_refusal
         refusal = device_or_refusal
@@ -302,7 +307,7 @@ def _refuse_by_sizes(node: fx.Node) -> _Refusal | None:
     return None
 
 
-def _device(node: fx.Node, constants: set[fx.Node]) -> torch.device | _Refusal:
+def _device(node: fx.Node, constants: set[fx.Node], inlines: bool) -> torch.device | _Refusal:
     """The one CUDA device that all tensors of `node` lie on, or why there is none."""
     outputs = [tensor.device for tensor in _tensors(value_of(node))]
     inputs = [
@@ -314,12 +319,14 @@ def _device(node: fx.Node, constants: set[fx.Node]) -> torch.device | _Refusal:
     on_cuda = {device for device in devices if device.type == "cuda"}
     if not on_cuda:
         return Boundary.CPU_OP, ", ".join(sorted(map(str, devices)))
-    scalars = [arg for arg, tensor in inputs if tensor.device.type == "cpu" and tensor.dim() == 0]
     pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
     if devices == on_cuda and len(on_cuda) == 1:
         # A pointwise kernel takes a host number as an argument; every other operator copies it to the device.
-        takes_constant = any(arg in constants for arg in node.all_input_nodes)
-        return (Boundary.DEVICE_COPY, "of a host constant") if takes_constant and not pointwise else on_cuda.pop()
+        takes_number = pointwise and (inlines or node.target != torch.ops.aten.where.self)
+        if any(arg in constants for arg in node.all_input_nodes) and not takes_number:
+            return Boundary.DEVICE_COPY, "of a host constant"
+        return on_cuda.pop()
+    scalars = [arg for arg, tensor in inputs if tensor.device.type == "cpu" and tensor.dim() == 0]
     if pointwise and scalars and all(tensor.is_cuda or arg in scalars for arg, tensor in inputs):
         return Boundary.HOST_SCALAR, scalars[0].name
     return Boundary.DEVICE_COPY, " and ".join(sorted(map(str, devices)))

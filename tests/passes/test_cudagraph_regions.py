@@ -132,13 +132,18 @@ def test_sizes_known_on_the_device_only_stay_outside(mode: FakeTensorMode) -> No
 
 
 def test_host_constants_of_pointwise_operators_are_baked_in(mode: FakeTensorMode) -> None:
-    def masked(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(x > 0, x, torch.full((), float("-inf"))) * 2
-
-    (region,) = plan(masked, fake(4, mode=mode))
+    (region,) = plan(lambda x: x * torch.full((), 0.5) + 1, fake(4, mode=mode))
     assert region.capturable
     assert len(region.constants) == 1
     assert region.constants[0] not in region.nodes
+
+
+def test_a_constant_in_where_needs_a_compiler_that_inlines_it(mode: FakeTensorMode) -> None:
+    gm = trace(lambda x: torch.where(x > 0, x, torch.full((), float("-inf"))) * 2, fake(4, mode=mode))
+    assert refused(check(gm, plan_regions(gm))) == [Boundary.DEVICE_COPY]
+    (region,) = check(gm, plan_regions(gm, inlines_constants=True))
+    assert region.capturable
+    assert len(region.constants) == 1
 
 
 def test_each_region_names_the_constants_it_needs(mode: FakeTensorMode) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from fusewright.parallel import shard
 from fusewright.passes.base import PassContext
-from fusewright.passes.comm.bucket_collectives import BucketCollectives
+from fusewright.passes.comm.bucket_collectives import BucketCollectivesAnyOrder
 from fusewright.passes.comm.collectives import kind_of
 from fusewright.passes.comm.order_check import check_ranks_agree, collective_digest
 
@@ -88,7 +88,7 @@ class Candidate:
 
     def _compile(self, gm: fx.GraphModule, _: object) -> Callable[..., Any]:
         if self._cap_bytes:
-            self.buckets += BucketCollectives(self._cap_bytes).run(gm, PassContext())
+            self.buckets += BucketCollectivesAnyOrder(self._cap_bytes).run(gm, PassContext())
         check_ranks_agree(collective_digest(gm))
         self.graphs += 1
         self.collectives += sum(kind_of(node) is not None for node in gm.graph.nodes)

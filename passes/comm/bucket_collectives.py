@@ -33,8 +33,10 @@ class BucketCollectives(Pass):
     side by side, scattered by rows, and the row that arrives is cut. Each result is copied out, so that it has the
     strides, alignment and ownership of the result it replaces.
 
-    Numerics: an all-gather moves bits. A reduce-scatter adds, for each element, the same R numbers; whether in the same
-    order is up to the backend. With two ranks any order gives the same bits. all_reduce is not touched.
+    Numerics: an all-gather moves bits. A reduce-scatter adds, for each element, one number per rank, in an order that
+    may depend on where the element lies in the message: three gloo ranks give other last bits for the merged message.
+    So this pass merges reductions only where no order matters (two ranks, integers, max and min) and declines the
+    rest, which `BucketCollectivesAnyOrder` takes. all_reduce is not touched.
 
     Args:
         cap_bytes: largest sum, over a bucket, of gathered outputs or unreduced inputs. A larger member stays alone.
@@ -46,6 +48,7 @@ class BucketCollectives(Pass):
     name: ClassVar[str] = "bucket_collectives"
     stage: ClassVar[Stage] = Stage.POST_GRAD
     numerics: ClassVar[Numerics] = Numerics.EXACT
+    any_order: ClassVar[bool] = False
 
     def __init__(self, cap_bytes: int = 32 << 20) -> None:
         if cap_bytes <= 0:
@@ -62,7 +65,7 @@ class BucketCollectives(Pass):
         while made > before:  # a result that now stands earlier can free another collective; declines count in the end
             before, ctx.declines[:] = made, earlier
             for kind in Kind:  # one after the other: see `plan`
-                buckets = plan(gm.graph, kind, self.cap_bytes, ctx)
+                buckets = plan(gm.graph, kind, self.cap_bytes, self.any_order, ctx)
                 if buckets:
                     _apply(gm.graph, buckets)
                 made += len(buckets)
@@ -70,6 +73,16 @@ class BucketCollectives(Pass):
             gm.graph.lint()
             gm.recompile()
         return made
+
+
+class BucketCollectivesAnyOrder(BucketCollectives):
+    """`BucketCollectives` that merges every reduce-scatter, at the price of another order of summation over ranks."""
+
+    name: ClassVar[str] = "bucket_collectives_any_order"
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    conflicts: ClassVar[tuple[str, ...]] = ("bucket_collectives",)
+    default: ClassVar[bool] = False
+    any_order: ClassVar[bool] = True
 
 
 def _apply(graph: fx.Graph, buckets: list[Bucket]) -> None:

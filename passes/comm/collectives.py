@@ -56,6 +56,13 @@ class MergeKey:
     device: torch.device
     reduce_op: str | None
 
+    @property
+    def order_free(self) -> bool:
+        """Whether no order of combining the ranks' numbers can change a bit of the result."""
+        gathers = self.kind is Kind.ALL_GATHER
+        rounds = self.dtype.is_floating_point or self.dtype.is_complex
+        return gathers or self.group_size <= 2 or not rounds or self.reduce_op in ("max", "min")
+
 
 @dataclass(frozen=True, eq=False)
 class Collective:

@@ -69,14 +69,19 @@ class GraphFacts:
         return self._fixed[at] if at < len(self._fixed) else len(self.nodes) - 1
 
 
-def plan(graph: fx.Graph, kind: Kind, cap_bytes: int, ctx: PassContext) -> list[Bucket]:
-    """Return the buckets of two or more members of `kind`, in order; reasons for what stays apart go to `ctx`."""
+def plan(graph: fx.Graph, kind: Kind, cap_bytes: int, any_order: bool, ctx: PassContext) -> list[Bucket]:
+    """Return the buckets of two or more members of `kind`, in order; reasons for what stays apart go to `ctx`.
+
+    Unless `any_order`, reductions whose bits depend on the order in which a backend adds stay apart.
+    """
     found: dict[fx.Node, Collective] = {}
     for node in graph.nodes:
         if kind_of(node) is kind:
             seen = mergeable(node)
             if isinstance(seen, str):
                 ctx.declined(node, seen)
+            elif not (any_order or seen.key.order_free):
+                ctx.declined(node, "with more than two ranks the backend may add a merged message in another order")
             else:
                 found[node] = seen
     if len(found) < 2:

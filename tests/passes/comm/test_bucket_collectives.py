@@ -13,9 +13,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusewright.config import Numerics
 from fusewright.errors import UserInputError
 from fusewright.passes.base import PassContext, tensor_of
-from fusewright.passes.comm.bucket_collectives import BucketCollectives
+from fusewright.passes.comm.bucket_collectives import BucketCollectives, BucketCollectivesAnyOrder
 from fusewright.passes.comm.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from tests.passes.comm.lockstep import calls, run_lockstep, same_bits
 
@@ -52,11 +53,12 @@ def bucketed(gm: fx.GraphModule, ranks: int = 2, cap_bytes: int = 1 << 20) -> tu
     given = inputs_like(gm, ranks)
     before = run_lockstep(gm, given)
     ctx = PassContext()
-    made = BucketCollectives(cap_bytes).run(gm, ctx)
+    bucketing = (BucketCollectives if ranks == 2 else BucketCollectivesAnyOrder)(cap_bytes)
+    made = bucketing.run(gm, ctx)
     gm.graph.lint()
     assert same_bits(before, run_lockstep(gm, given)), gm.code
     text = gm.code
-    assert BucketCollectives(cap_bytes).run(gm, PassContext()) == 0
+    assert bucketing.run(gm, PassContext()) == 0
     assert gm.code == text
     return made, ctx
 
@@ -206,6 +208,18 @@ def test_symbolic_sizes_are_declined() -> None:
     assert [d.reason for d in ctx.declines] == ["a size is symbolic"] * 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "op", "made"), [(torch.float32, "sum", 0), (torch.int64, "sum", 1), (torch.float32, "max", 1)]
+)
+def test_sums_of_three_ranks_are_left_to_the_pass_that_may_reorder(dtype: torch.dtype, op: str, made: int) -> None:
+    gm = trace(lambda a, b: (reduce(a, 3, op=op), reduce(b, 3, op=op)), (3, 2), (6,), dtype=dtype)
+    ctx = PassContext()
+    assert BucketCollectives().run(gm, ctx) == made
+    assert len(ctx.declines) == (0 if made else 2)
+    assert BucketCollectivesAnyOrder().run(gm, PassContext()) == 1 - made
+    assert BucketCollectivesAnyOrder.numerics is Numerics.REASSOCIATED
+
+
 @pytest.mark.parametrize("kind", [gather, reduce])
 @pytest.mark.parametrize("barrier", ["p2p", "in_place", "assertion", "unknown_function"])
 def test_nothing_is_merged_across_a_barrier(kind: Traced, barrier: str) -> None:
@@ -214,7 +228,7 @@ def test_nothing_is_merged_across_a_barrier(kind: Traced, barrier: str) -> None:
     a = next(iter(gm.graph.nodes))
     with gm.graph.inserting_after(first_wait):
         if barrier == "p2p":
-            gm.graph.call_function(f.isend.default, (a, 1, 0, "dp"))
+            gm.graph.call_function(torch.ops.c10d.send.default, ([a], None, 1, 0))
         elif barrier == "in_place":
             gm.graph.call_function(f.all_reduce_.default, (a, "sum", "dp"))
         elif barrier == "assertion":

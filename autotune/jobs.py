@@ -16,6 +16,7 @@ from fusewright.autotune.trial import Json, Provider, Role
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant
 from fusewright.errors import UserInputError
+from fusewright.job_file import resolve
 from fusewright.workload import Workload, observe
 
 OPTIMIZE = "fusewright.api:optimize_with"  # named, not imported: a job comes before the public API
@@ -84,11 +85,13 @@ def workload_job(
 
 
 def load(source: str) -> Any:
-    """The object named by "module:name".
+    """The object named by "module:name", or the workload named by "job.py#name" (see `job_file`).
 
     Raises:
         UserInputError: there is none.
     """
+    if "#" in source:
+        return resolve(source)
     module, _, name = source.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -15,7 +15,7 @@ from typing import Any
 from fusewright.autotune.accuracy import SEEDS, failure
 from fusewright.autotune.jobs import Cell, TuningJob
 from fusewright.autotune.key import TuningKey
-from fusewright.autotune.stats import Comparison
+from fusewright.autotune.stats import MIN_PAIRS, Comparison, Verdict
 from fusewright.autotune.store import Trial, TuningStore
 from fusewright.autotune.timing import Measurement, Plan, Results, measure_pairs
 from fusewright.autotune.trial import Failure, Progress, no_progress
@@ -66,7 +66,7 @@ class CellResult:
     """What was decided for one cell, and why.
 
     Attributes:
-        winner: None where not even a baseline ran.
+        winner: None where nothing was decided: no baseline ran, or the budget was too short. Nothing is stored then.
         adopted: True where the winner is a variant that beat the best baseline twice.
         reason: one line for people.
         comparisons: by variant: against the baseline, or why it dropped out.
@@ -121,8 +121,8 @@ def tune(job: TuningJob, tuner: Tuner) -> list[CellResult]:
     return results
 
 
-class _BaselineDied(Exception):
-    """A baseline that had passed the gate died under the clock."""
+class _Undecided(Exception):
+    """Nothing can be said of this cell: its baseline died under the clock, or the budget was too short."""
 
 
 class _CellRun:
@@ -149,13 +149,13 @@ class _CellRun:
             return CellResult(self.cell.name, None, False, f"no baseline passed the gate ({why})", self.outcome)
         try:
             return self._measure(accurate, self._best_baseline(baselines))
-        except _BaselineDied as error:
+        except _Undecided as error:
             return CellResult(self.cell.name, None, False, str(error), self.outcome)
 
     def _measure(self, accurate: Sequence[GraphVariant], baseline: GraphVariant) -> CellResult:
         candidates = self._screen([v for v in accurate if v not in self.tuner.baselines], baseline)
         if candidates:
-            self._time("timing", candidates, baseline)
+            self._refuse_short(self._time("timing", candidates, baseline))
         for finalist in self._finalists(candidates)[:CONFIRMATIONS]:
             found = self._time("confirmation", [finalist], baseline, keep=False)[finalist]
             if isinstance(found, Comparison) and found.proves_gain(self.tuner.min_gain):
@@ -192,13 +192,24 @@ class _CellRun:
         return CellResult(self.cell.name, winner, adopted, "decided by an earlier run", resumed=True)
 
     def _best_baseline(self, baselines: Sequence[GraphVariant]) -> GraphVariant:
-        """The baseline that the others do not beat; a tie goes to the simpler one."""
+        """The fastest baseline; a tie goes to the simpler one. No proof is asked for, all of them are safe."""
         simplest, *others = sorted(baselines, key=GraphVariant.complexity)
         if not others:
             return simplest
         found = self._time("baselines", others, simplest, keep=False)
-        better = {v: r.ratio for v, r in found.items() if isinstance(r, Comparison) and r.proves_gain(0.0)}
-        return max(better, key=better.__getitem__, default=simplest)
+        self._refuse_short(found)
+        faster = {v: r.ratio for v, r in found.items() if isinstance(r, Comparison) and r.verdict is not Verdict.SAME}
+        best = max(faster, key=faster.__getitem__, default=simplest)
+        return best if faster.get(best, 0.0) > 1.0 else simplest
+
+    def _refuse_short(self, found: Mapping[GraphVariant, Comparison | Failure]) -> None:
+        """A decision after too few pairs would be kept as if it were proven."""
+        pairs = min((r.pairs for r in found.values() if isinstance(r, Comparison)), default=MIN_PAIRS)
+        if pairs < MIN_PAIRS:
+            budget_s = self.tuner.budget.timing_s
+            raise _Undecided(
+                f"undecided: {budget_s:g} s were enough for {pairs} pairs of processes, {MIN_PAIRS} are needed"
+            )
 
     def _screen(self, candidates: Sequence[GraphVariant], baseline: GraphVariant) -> list[GraphVariant]:
         """Drop what one pair of processes shows to be far from the best."""
@@ -233,7 +244,7 @@ class _CellRun:
             )
             latest.update(found.results)
         if found.baseline_failure is not None:
-            raise _BaselineDied(f"the baseline {baseline.label()} died under the clock: {found.baseline_failure}")
+            raise _Undecided(f"the baseline {baseline.label()} died under the clock: {found.baseline_failure}")
         results = {v: latest[label] for label, v in by_label.items()}
         if keep:
             self.outcome.update(results)

@@ -138,7 +138,7 @@ def compare(
         assert len(base) == len(cand) > 0, (len(base), len(cand))
         pairs.append(np.log(np.asarray(base, dtype=np.float64)) - np.log(np.asarray(cand, dtype=np.float64)))
     centre, half = interval(pairs, resamples=resamples, seed=seed)
-    low, high = math.exp(centre - half), math.exp(min(centre + half, 700.0))
+    low, high = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)
     if len(pairs) < MIN_PAIRS:
         verdict = Verdict.UNDECIDED
     elif low > 1 + margin:

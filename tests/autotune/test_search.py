@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 
@@ -10,7 +11,7 @@ import pytest
 from fusewright.autotune.jobs import Cell, TuningJob
 from fusewright.autotune.key import KeyContext, TuningKey
 from fusewright.autotune.plan import choose_from
-from fusewright.autotune.search import BASELINES, Budget, Tuner, _CellRun, tune
+from fusewright.autotune.search import BASELINES, Budget, Tuner, _CellRun, _Undecided, tune
 from fusewright.autotune.stats import Comparison
 from fusewright.autotune.store import TuningStore
 from fusewright.autotune.trial import Failure, FailureKind, Progress, Provider
@@ -123,6 +124,14 @@ def test_a_cell_whose_baselines_all_fail_decides_nothing(tmp_path: pathlib.Path)
     assert result.winner is None
     assert "SIGSEGV" in result.reason
     assert store.decisions() == []
+
+
+@pytest.mark.multiprocess
+def test_a_budget_that_is_too_short_decides_nothing(tmp_path: pathlib.Path) -> None:
+    short = dataclasses.replace(BUDGET, timing_s=0.0)
+    run = _CellRun(job(), job().cells[0], Tuner(TuningStore(tmp_path / "s.db"), (FAST,), (EAGER,), short))
+    with pytest.raises(_Undecided, match="1 pairs"):
+        run._measure([EAGER, FAST], EAGER)
 
 
 def test_no_baseline_is_an_error(tmp_path: pathlib.Path) -> None:

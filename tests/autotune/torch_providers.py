@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
+from fusewright.autotune.plan import Choose
 from fusewright.autotune.trial import Role
-from fusewright.workload import ADVERSARIAL_SEED
+from fusewright.capture.shapes import DimRange, ShapeBucket
+from fusewright.capture.variant import GraphVariant
+from fusewright.workload import ADVERSARIAL_SEED, Inputs, Workload
 
 
 class Product:
@@ -55,3 +59,44 @@ class Product:
 
 def product(error: float = 0.0, where: str = "", training: bool = False) -> Product:
     return Product(error, where, training)
+
+
+def toy_inputs(length: int, seed: int) -> Inputs:
+    return (torch.randn(length, 8, generator=torch.Generator().manual_seed(seed % 1000)).requires_grad_(),), {}
+
+
+def toy_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+TOY = Workload("toy", "small", toy_model, toy_inputs, (4, 8), {"input": {0: "rows"}}, lambda y: y.square().mean())
+
+
+def make_toy() -> Workload:
+    return TOY
+
+
+def optimize_eagerly(model: nn.Module, *, choose: Choose, dims: Any, buckets: Any, verify: str) -> nn.Module:
+    """Asks for a variant at the first call, as the backend does, and then runs the model as it is.
+
+    An option `scale` of the variant makes it wrong.
+    """
+    assert dims == TOY.dims
+    assert buckets == {"rows": [4, 8]}
+    assert verify == "off"
+    asked: list[GraphVariant] = []
+
+    def ask(module: nn.Module, args: Any) -> None:
+        if not asked:
+            asked.append(choose("f" * 32, ShapeBucket((DimRange("rows", 2, 4),))))
+
+    def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * dict(asked[0].options).get("scale", 1.0)
+
+    model.register_forward_pre_hook(ask)
+    model.register_forward_hook(spoil)
+    return model
+
+
+def optimize_nothing(model: nn.Module, **options: Any) -> nn.Module:
+    return model

@@ -1,0 +1,210 @@
+"""Runs a benchmark: every cell (workload, mode, length) against torch.compile, one row a provider as it finishes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusewright.autotune.accuracy import SEEDS
+from fusewright.autotune.stats import Comparison
+from fusewright.autotune.timing import BASELINE, Plan, measure_pairs
+from fusewright.autotune.trial import Failure, Progress, Provider, no_progress
+from fusewright.autotune.worker import DEFAULT_LIMITS, Limits, Worker
+from fusewright.errors import unknown_name
+from fusewright.job_file import load_workloads, source_of
+
+SUBJECT = "fusewright.autotune.rivals:RivalSubject"
+MODES = ("inference", "training")
+CANDIDATES = ("eager", "fusewright")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SuiteCell:
+    """One line of the suite's plan."""
+
+    source: str
+    workload: str
+    family: str
+    mode: str
+    length: int
+    length_name: str
+
+    @property
+    def name(self) -> str:
+        """For people and for `--resume`."""
+        return f"{self.workload} {self.mode} {self.length_name}={self.length}"
+
+    def provider(self, name: str) -> Provider:
+        """How a worker gets this cell run by provider `name`."""
+        training = self.mode == "training"
+        return Provider(SUBJECT, {"source": self.source, "length": self.length, "training": training, "provider": name})
+
+
+def plan_cells(place: str, only: Sequence[str], modes: Sequence[str], lengths: Sequence[int] = ()) -> list[SuiteCell]:
+    """The cells of the workloads in `place`.
+
+    Raises:
+        UnknownNameError: `only` or `modes` names something that is not there.
+    """
+    workloads = load_workloads(place)
+    for name in only:
+        if name not in workloads:
+            raise unknown_name("workload", name, workloads)
+    for mode in modes:
+        if mode not in MODES:
+            raise unknown_name("mode", mode, MODES)
+    cells = []
+    for name in only or workloads:
+        workload = workloads[name]
+        for mode in modes:
+            if mode == "training" and not workload.train:
+                continue
+            for length in workload.lengths:
+                if not lengths or length in lengths:
+                    axis = workload.length_name or "static"
+                    cells.append(SuiteCell(source_of(place, name), name, workload.family, mode, length, axis))
+    return cells
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The settings of a run.
+
+    Attributes:
+        plan: how long a cell is measured.
+        limits: what a worker may use.
+        threads: of every process alike; None leaves torch's default.
+        progress: told what is going on.
+    """
+
+    plan: Plan = Plan(budget_s=120.0, most_pairs=4)
+    limits: Limits = DEFAULT_LIMITS
+    threads: int | None = None
+    candidates: tuple[str, ...] = CANDIDATES
+    progress: Callable[[Progress], None] = no_progress
+
+    def run(self, cells: Sequence[SuiteCell], done: Sequence[str] = ()) -> Iterator[Row]:
+        """Measure each cell that is not in `done`, and yield its rows as soon as it is finished."""
+        for number, cell in enumerate(cells):
+            self.progress(Progress("cell", cell.name, number, len(cells)))
+            if cell.name not in done:
+                yield from self._measure(cell)
+
+    def _measure(self, cell: SuiteCell) -> list[Row]:
+        load_before = os.getloadavg()[0]
+        checks = {name: self._check(cell, name) for name in ("compile", *self.candidates) if name != "eager"}
+        measured = measure_pairs(
+            {name: cell.provider(name) for name in self.candidates},
+            cell.provider("compile"),
+            self.plan,
+            limits=self.limits,
+            threads=self.threads,
+            progress=self.progress,
+        )
+        shared = self._provenance(cell) | {"load": [round(load_before, 2), round(os.getloadavg()[0], 2)]}
+        rows = []
+        finished = [r for r in measured.results.values() if isinstance(r, Comparison) and r.rounds]
+        for name in ("compile", *self.candidates):
+            row: Row = dict(shared) | {
+                "provider": name,
+                "plan": "default",
+                **checks.get(name, {"accuracy": "reference"}),
+            }
+            built = measured.built.get(BASELINE if name == "compile" else name)
+            row["warm_s"] = None if built is None else round(built.first_step_s, 3)
+            row |= {k: v for k, v in (built.facts if built is not None else {}).items()}
+            if name == "compile":
+                row["median_ms"] = round(finished[0].baseline_s * 1e3, 4) if finished else None
+                row["failure"] = None if measured.baseline_failure is None else str(measured.baseline_failure)
+            else:
+                row |= _timing(measured.results[name])
+            rows.append(row)
+        return rows
+
+    def _check(self, cell: SuiteCell, name: str) -> Row:
+        """Accuracy, cold start and peak memory of one provider, in one process that is not timed against others."""
+        with Worker(cell.provider(name), limits=self.limits, threads=self.threads) as worker:
+            built = worker.build()
+            if isinstance(built, Failure):
+                return {"accuracy": None, "accuracy_detail": str(built)}
+            report = worker.check(SEEDS, training=cell.mode == "training")
+            if isinstance(report, Failure):
+                return {"accuracy": None, "accuracy_detail": str(report)}
+            memory = worker.memory(3)
+        row: Row = {
+            "accuracy": report["ok"],
+            "accuracy_detail": report["reason"],
+            "cold_s": round(built.first_step_s, 3),
+        }
+        return row | ({} if isinstance(memory, Failure) else {"peak_mb": round(memory["peak_mb"], 1)})
+
+    def _provenance(self, cell: SuiteCell) -> Row:
+        return {
+            "workload": cell.workload,
+            "family": cell.family,
+            "mode": cell.mode,
+            "bucket": f"{cell.length_name}={cell.length}",
+            "cell": cell.name,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "cores": os.cpu_count(),
+            "threads": self.threads or torch.get_num_threads(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+
+
+def _timing(found: Comparison | Failure) -> Row:
+    if isinstance(found, Failure):
+        return {"verdict": "undecided", "failure": str(found)}
+    if not found.rounds or math.isnan(found.ratio):
+        return {"verdict": "undecided", "failure": "not measured within the budget"}
+    return {
+        "median_ms": round(found.candidate_s * 1e3, 4),
+        "ratio_vs_compile": round(found.ratio, 4),
+        "ci_low": round(found.ci_low, 4),
+        "ci_high": round(found.ci_high, 4) if math.isfinite(found.ci_high) else None,
+        "rounds": found.rounds,
+        "pairs": found.pairs,
+        "verdict": found.verdict.value,
+    }
+
+
+def read_rows(path: pathlib.Path) -> list[Row]:
+    """The whole rows of a JSON-lines file; a last line that a kill cut short is left out."""
+    rows: list[Row] = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+def append_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
+    """Append the rows of one cell in a single write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def machine_name() -> str:
+    """Kind of processor and count, as a folder name; no host name."""
+    model = "cpu"
+    with open("/proc/cpuinfo") as file:
+        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+    slug = "-".join("".join(c if c.isalnum() else " " for c in model.lower()).split())
+    return f"{slug}-{os.cpu_count()}cores"

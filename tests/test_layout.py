@@ -28,6 +28,7 @@ LEVELS = (
     ("runtime",),
     ("autotune",),
     ("parallel",),
+    ("installation",),
     ("report", "testing", "tools"),
     ("api",),
     ("fusewright",),

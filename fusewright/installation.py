@@ -1,0 +1,225 @@
+"""Puts the compiled call on a module or around a function, and on every copy that deepcopy or pickle makes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusewright import config
+from fusewright.autotune.key import KeyContext
+from fusewright.autotune.plan import choose_from
+from fusewright.capture.frontend import FrontEnd
+from fusewright.capture.record import Record
+from fusewright.capture.shapes import Buckets
+from fusewright.config import Numerics, Verify
+from fusewright.errors import UserInputError
+from fusewright.passes.base import Pass
+from fusewright.pipeline.order import ORDER
+from fusewright.pipeline.pipeline import Pipeline, insert_passes
+from fusewright.runtime.backend import FusewrightBackend
+from fusewright.runtime.fragment import Choose, Services
+from fusewright.runtime.verdicts import VerdictFolder
+
+HANDLE = "_fusewright"  # instance attribute of an optimized module; travels with deepcopy and pickle
+
+
+class _Off(threading.local):
+    depth = 0
+
+
+_OFF = _Off()
+
+
+class _Override(threading.local):
+    choose: Choose | None = None
+
+
+_OVERRIDE = _Override()
+
+
+@contextlib.contextmanager
+def choosing(choose: Choose) -> Iterator[None]:
+    """Inside the block, models that are optimized in this thread ask `choose` instead of the tuning store."""
+    before, _OVERRIDE.choose = _OVERRIDE.choose, choose
+    try:
+        yield
+    finally:
+        _OVERRIDE.choose = before
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Run every optimized model eagerly inside this block, in this thread."""
+    _OFF.depth += 1
+    try:
+        yield
+    finally:
+        _OFF.depth -= 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything `optimize` was told, checked; frozen so that a copied model can be optimized the same way.
+
+    The tuner's `choose` does not travel with pickle: a copy in another process asks its own store.
+    """
+
+    dims: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    buckets: Buckets = field(default_factory=Buckets)
+    numerics: Numerics = Numerics.REASSOCIATED
+    store: str | None = None
+    strict: bool = False
+    verify: Verify = Verify.FIRST_CALL
+    frozen_weights: bool = False
+    passes: tuple[Pass, ...] = ()
+    before: str | None = None
+
+
+@dataclass(eq=False)
+class Handle:
+    """What an optimized module or function carries.
+
+    Copying or unpickling a module optimizes the copy with the same options; its record starts empty.
+
+    Attributes:
+        options: what `optimize` was told.
+        owner: returns the module or function that this handle was made for, or None.
+        record: what happened to it.
+        choose: the tuner's choice, or None for the store's.
+    """
+
+    options: Options
+    owner: Callable[[], Any] = field(repr=False)
+    record: Record = field(default_factory=Record, repr=False)
+    choose: Choose | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        original = self.owner()
+        copied = memo.get(id(original))
+        if not isinstance(copied, torch.nn.Module):  # someone copies the attributes alone: no new module to optimize
+            return Handle(self.options, _nobody)
+        with choosing(self.choose) if self.choose is not None else contextlib.nullcontext():
+            return install(copied, self.options, config.read_settings(), like=original)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_pending, (self.options,), self.owner())
+
+    def __setstate__(self, owner: torch.nn.Module) -> None:
+        made = install(owner, self.options, config.read_settings())
+        self.owner, self.record = made.owner, made.record
+
+
+def _nobody() -> None:
+    return None
+
+
+def _pending(options: Options) -> Handle:
+    return Handle(options, _nobody)
+
+
+def install(
+    model: torch.nn.Module, options: Options, settings: config.Settings, like: torch.nn.Module | None = None
+) -> Handle:
+    """Replace the call of `model`.
+
+    Args:
+        model: may be half made (deepcopy, unpickling), so only its class and dict are used.
+        options: what `optimize` was told.
+        settings: the environment.
+        like: a finished module with the same forward.
+    """
+    call, record = build(model._call_impl, type(model).__name__, _signature(model, like), options, settings)
+    handle = Handle(options, weakref.ref(model), record, _OVERRIDE.choose)
+    model.__dict__["_compiled_call_impl"] = call
+    model.__dict__[HANDLE] = handle
+    return handle
+
+
+def _signature(model: torch.nn.Module, like: torch.nn.Module | None) -> inspect.Signature:
+    if like is not None:
+        return inspect.signature(like.forward)
+    if "forward" in model.__dict__:
+        return inspect.signature(model.forward)
+    whole = inspect.signature(type(model).forward)
+    return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
+def install_function(function: Callable[..., Any], options: Options, settings: config.Settings) -> Callable[..., Any]:
+    """Return a callable that runs `function` compiled."""
+    name = function.__name__ if hasattr(function, "__name__") else type(function).__name__
+    call, record = build(function, name, inspect.signature(function), options, settings)
+    wrapped = functools.wraps(function)(call)
+    vars(wrapped)[HANDLE] = Handle(options, weakref.ref(wrapped), record, _OVERRIDE.choose)
+    return wrapped
+
+
+def build(
+    call_impl: Callable[..., Any], name: str, signature: inspect.Signature, options: Options, settings: config.Settings
+) -> tuple[Callable[..., Any], Record]:
+    """Return the optimized form of `call_impl` and its record; nothing is compiled before the first call."""
+    record = Record()
+    services = services_of(record, options, settings)
+    front = FrontEnd(FusewrightBackend(services), record, options.dims, signature, options.strict)
+    compiled = front.compile(call_impl, name)
+    bump, bump_disabled, off = record.calls.bump, record.disabled_calls.bump, _OFF
+
+    def optimized(*args: Any, **kwargs: Any) -> Any:
+        if off.depth:
+            bump_disabled()
+            return call_impl(*args, **kwargs)
+        bump()
+        return compiled(*args, **kwargs)
+
+    front.wrapper_code = optimized.__code__
+    return optimized, record
+
+
+def services_of(record: Record, options: Options, settings: config.Settings) -> Services:
+    """What the fragments of one optimized model share."""
+    order = insert_passes(ORDER, options.passes, options.before)
+    return Services(
+        pipeline=Pipeline(order, settings, options.numerics, options.strict, options.frozen_weights),
+        record=record,
+        choose=_OVERRIDE.choose or _chooser(options),
+        buckets=options.buckets,
+        verdicts=VerdictFolder.under(settings.cache_dir),
+        verify=options.verify,
+        strict=options.strict,
+    )
+
+
+def _chooser(options: Options) -> Choose:
+    """Read winners from the tuning store; without a store every bucket gets the default variant."""
+    digests = ",".join(p.digest() for p in options.passes)
+
+    def context() -> KeyContext:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        return KeyContext.current(
+            device, numerics=options.numerics, frozen_weights=options.frozen_weights, user_passes=digests
+        )
+
+    return choose_from(options.store, context)
+
+
+def record_of(model: Any) -> Record:
+    """The record of an optimized module or function.
+
+    Raises:
+        UserInputError: the model is not optimized.
+    """
+    handle = vars(model).get(HANDLE) if isinstance(model, torch.nn.Module) or inspect.isfunction(model) else None
+    if not isinstance(handle, Handle):
+        raise UserInputError("model: not optimized; call fusewright.optimize(model) first.")
+    if isinstance(model, torch.nn.Module) and handle.owner() is not model:
+        raise UserInputError(
+            "model: a shallow copy of an optimized model is not optimized; use copy.deepcopy, or optimize the copy."
+        )
+    return handle.record

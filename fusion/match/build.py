@@ -144,7 +144,7 @@ def _poisoned(plan: Plan, out: fx.Node, v: fx.Node, dead: fx.Node) -> fx.Node:
     graph = out.graph
     nothing = graph.call_function(torch.zeros_like, (dead,), {"dtype": plan.dtype})
     nan = _method("masked_fill", nothing, dead, math.nan)
-    total = _method("sum", v, -2, keepdim=True)
+    total = _method("sum", v, -2, keepdim=True, dtype=plan.dtype)  # autocast would widen it
     if plan.groups > 1:
         total = _method("repeat_interleave", total, plan.groups, dim=1)
     return graph.call_function(torch.where, (dead, graph.call_function(torch.mul, (nan, total)), out))

@@ -98,13 +98,15 @@ def is_causal(term: Term) -> bool:
         return False
     known = constant_value(term.mask)
     if known is None:
-        return term.kind == "fill" and _hides_future(term.mask, term.inverted)
+        return (
+            term.kind == "fill" and not _is_written(_ancestors(term.mask)) and _hides_future(term.mask, term.inverted)
+        )
     future = torch.ones(known.shape[-2:], dtype=torch.bool).triu_(1)
     if term.kind == "fill":
         return bool((known == (future != term.inverted)).all())
-    if term.sign != 1:
+    if term.sign != 1 or not known.is_floating_point():
         return False
-    hidden = (known == -math.inf) | (known == torch.finfo(known.dtype).min) if known.is_floating_point() else known < 0
+    hidden = (known == -math.inf) | (known == torch.finfo(known.dtype).min)
     return bool(((known == 0) == ~future).all() and (hidden == future).all())
 
 
@@ -135,9 +137,19 @@ def _keeps_order(node: fx.Node) -> bool:
     source = node.args[0]
     if tensor_of(source) is None or tensor_of(node) is None or not isinstance(source, fx.Node):
         return False
+    if spelling(node) == "getitem" and not _takes_leading_part(node.args[1]):
+        return False
     before, after = shape_of(source), shape_of(node)
     sizes_stay = len(before) >= 2 and len(after) >= 2 and all(map(same, before[-2:], after[-2:]))
     return sizes_stay and all(same(size, 1) for size in before[:-2])
+
+
+def _takes_leading_part(index: Any) -> bool:
+    """Whether indexing drops axes of size 1, adds some, and cuts the rest at the end only."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        p is None or p is Ellipsis or p == 0 or (isinstance(p, slice) and not p.start and not p.step) for p in parts
+    )
 
 
 def constant_value(node: fx.Node) -> torch.Tensor | None:
@@ -145,7 +157,7 @@ def constant_value(node: fx.Node) -> torch.Tensor | None:
     order = _constant_ancestors(node)
     if order is None:
         return None
-    with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):  # type: ignore[no-untyped-call]
+    with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
         values: dict[fx.Node, Any] = {}
         for step in order:
             args, kwargs = fx.map_arg((step.args, step.kwargs), values.__getitem__)
@@ -167,19 +179,30 @@ def on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
 
 def _constant_ancestors(node: fx.Node) -> list[fx.Node] | None:
     """`node` and all that it is made from, in graph order; None where something is no constant."""
+    found = _ancestors(node)
+    for step in found:
+        value = value_of(step)
+        if spelling(step) not in _CONSTANT_OPS or not isinstance(value, torch.Tensor):
+            return None
+        if not all(isinstance(size, int) for size in value.shape) or value.numel() > _LARGEST_CONSTANT:
+            return None
+    return None if _is_written(found) else sorted(found)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
         step = stack.pop()
-        if step in found:
-            continue
-        value = value_of(step)
-        if spelling(step) not in _CONSTANT_OPS or not isinstance(value, torch.Tensor):
-            return None
-        if any(writes_in_place(writer) for writer in (step, *step.users)):
-            return None
-        if not all(isinstance(size, int) for size in value.shape) or value.numel() > _LARGEST_CONSTANT:
-            return None
-        found.add(step)
-        stack += step.all_input_nodes
-    return sorted(found)
+        if step not in found:
+            found.add(step)
+            stack += step.all_input_nodes
+    return found
+
+
+def _is_written(nodes: set[fx.Node]) -> bool:
+    """Whether anything in the graph writes to one of `nodes`, directly or through a view of it."""
+    for writer in next(iter(nodes)).graph.nodes:
+        if writes_in_place(writer) and writer.all_input_nodes and nodes & _ancestors(writer.all_input_nodes[0]):
+            return True
+    return False

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fusewright.fusion.match.sizes import same
-from fusewright.fusion.match.view import shape_of, spelling, writes_in_place
+from fusewright.fusion.match.view import is_module_known, shape_of, spelling, writes_in_place
 from fusewright.passes.base import tensor_of, value_of
 
 Labels = tuple[str | int, ...]
@@ -76,13 +76,13 @@ def _between(inputs: Iterable[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def written_between(site: Site) -> str | None:
-    """Name of a node outside the site that writes to a tensor while the site is being computed, or None.
+    """Name of a node that writes to a tensor, or may, while the site is being computed; None without one.
 
     The replacement reads its inputs where the output stood; the original read some of them earlier.
     """
     mine, node = set(site.nodes), site.nodes[0]
     while node is not site.output:
-        if node not in mine and writes_in_place(node):
+        if node not in mine and (writes_in_place(node) or node.op == "call_module" or not is_module_known(node)):
             return node.name
         node = node.next
     return None

@@ -174,6 +174,8 @@ def number(value: Any) -> float | None:
         return float(value)
     if not isinstance(value, fx.Node) or value.op not in ("call_function", "call_method"):
         return None
+    if any(writes_in_place(user) for user in value.users):
+        return None
     name = spelling(value)
     if name in ("tensor", "scalar_tensor") and value.args:
         return number(value.args[0])

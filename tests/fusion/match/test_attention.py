@@ -176,3 +176,53 @@ def test_library_attention_is_counted_and_left() -> None:
 
     report = PassTester(FuseAttention()).run(capture(attend, Case(attend).args()), training=True)
     assert (report.rewrites, report.recognised, report.declines) == (0, {"sdpa": 1}, [])
+
+
+def zero_column(mask: Tensor) -> None:
+    mask[:, 0] = 1.0
+
+
+def zero_entry_of_view(mask: Tensor) -> None:
+    mask.view(-1)[3] = 1.0
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("write", [zero_column, zero_entry_of_view])
+def test_written_mask_is_not_known(write: Any, dynamic: bool) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = torch.tril(torch.ones(q.size(2), q.size(2)))
+        write(kept)
+        return (q @ k.mT).masked_fill(kept == 0, float("-inf")).softmax(-1) @ v
+
+    args = Case(attend).args()
+    if dynamic:
+        for x in args:
+            torch._dynamo.mark_dynamic(x, 2)
+    report = PassTester(FuseAttention()).check(attend, args, expect_rewrites=1)
+    assert calls(report.after)[0].args[4] is False
+
+
+@pytest.mark.parametrize(
+    "index",
+    [lambda m: m[torch.arange(m.size(0)).flip(0)], lambda m: m[:, torch.arange(m.size(0)).flip(0)]],
+    ids=["rows", "columns"],
+)
+def test_reordered_triangle_is_not_causal(index: Any) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = index(torch.tril(torch.ones(q.size(2), q.size(2))))
+        return (q @ k.mT).masked_fill(kept == 0, float("-inf")).softmax(-1) @ v
+
+    args = Case(attend).args()
+    for x in args:
+        torch._dynamo.mark_dynamic(x, 2)
+    report = PassTester(FuseAttention()).check(attend, args, expect_rewrites=1)
+    assert calls(report.after)[0].args[4] is False
+
+
+def test_integers_are_not_a_causal_mask() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT + -torch.ones(corpus.T, corpus.T, dtype=torch.int64).triu(1)).softmax(-1) @ v
+
+    tester = PassTester(FuseAttention())
+    report = tester.check_declines(attend, Case(attend).args(), reason="a mask of dtype torch.int64 is added")
+    assert report.recognised == {"attention": 1}

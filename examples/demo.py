@@ -1,0 +1,56 @@
+"""Optimizes three real models, inference and a training step each, and shows speed-ups against torch.compile.
+
+python examples/demo.py                 # language, convolution, multimodal; about ten minutes on two cores
+python examples/demo.py --quick         # one cell a model, shorter timing
+"""
+
+import argparse
+import pathlib
+import sys
+
+from rich.console import Console
+
+from fusewright.report.bench import run_bench, table
+
+JOBS = pathlib.Path(__file__).parent / "jobs"
+CELLS = (  # job file, length: a middle one, where neither call overhead nor memory decides alone
+    ("llama_eager.py", 1024),
+    ("resnet50.py", 4),
+    ("world_policy.py", 256),
+)
+
+
+def main() -> None:
+    """Measure the cells one after the other and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="inference only, 20 s of timing for each model")
+    parser.add_argument("-o", "--output", type=pathlib.Path, help="append the rows to this JSON-lines file")
+    options = parser.parse_args()
+    modes = ["inference"] if options.quick else ["inference", "training"]
+    budget_s = 20.0 if options.quick else 60.0
+    console, progress = Console(), Console(stderr=True)
+    progress.print(
+        "Three models, compiled twice each (torch.compile and fusewright), then timed in turns in own processes."
+    )
+    rows = []
+    for job, length in CELLS:
+        rows += run_bench(
+            str(JOBS / job),
+            only=[],
+            modes=modes,
+            lengths=[length],
+            budget_s=budget_s,
+            most_pairs=3,
+            output=options.output,
+            resume=False,
+            console=progress,
+        )
+    console.print(table(rows))
+    wrong = [row["cell"] for row in rows if row["provider"] == "fusewright" and row["accuracy"] is not True]
+    if wrong:
+        console.print(f"not accurate: {', '.join(wrong)}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

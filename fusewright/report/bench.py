@@ -1,0 +1,113 @@
+"""Draws `fusewright bench`: progress while it runs, a table and family means at the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import pathlib
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from fusewright.autotune.suite import Row, Suite, append_rows, plan_cells, read_rows
+from fusewright.autotune.timing import Plan
+from fusewright.autotune.trial import Progress as Step
+from fusewright.errors import UserInputError
+
+SUITE = "benchmarks.workloads:COMPARABLE"
+
+
+def run_bench(
+    job: str,
+    *,
+    only: Sequence[str],
+    modes: Sequence[str],
+    lengths: Sequence[int],
+    budget_s: float,
+    most_pairs: int,
+    output: pathlib.Path | None,
+    resume: bool,
+    console: Console,
+) -> list[Row]:
+    """Measure the cells, append each one's rows to `output` as it finishes, and return all rows.
+
+    Raises:
+        UserInputError: no job is given and the suite is not importable, or `resume` without an output file.
+    """
+    if not job and importlib.util.find_spec("benchmarks") is None:
+        raise UserInputError("bench: the suite is only in a checkout; give a job file such as my_job.py.")
+    if resume and output is None:
+        raise UserInputError("--resume: needs --output, the file that holds the finished cells.")
+    cells = plan_cells(job or SUITE, only, modes, lengths)
+    rows = read_rows(output) if resume and output is not None else []
+    done = {row["cell"] for row in rows}
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} cells"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("starting", total=len(cells))
+
+        def tell(step: Step) -> None:
+            if step.stage == "cell":
+                bar.update(task, completed=step.done, description=step.subject)
+            else:
+                bar.update(task, description=f"{bar.tasks[0].description.split(' | ')[0]} | {step.subject}")
+
+        suite = Suite(plan=Plan(budget_s=budget_s, most_pairs=max(most_pairs, 3)), progress=tell)
+        for cell_rows in suite.run(cells, done):
+            rows.append(cell_rows)
+            if output is not None:
+                append_rows(output, [cell_rows])
+        bar.update(task, completed=len(cells))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Group:
+    """One line a cell and provider, then the geometric mean of fusewright's ratios over families."""
+    drawn = Table("workload", "mode", "bucket", "provider", "ms", "vs compile", "95 % interval", "verdict", "accurate",
+                  "rewritten, verified", show_edge=False)  # fmt: skip
+    last = ""
+    for row in rows:
+        first = row["cell"] != last
+        last = row["cell"]
+        head = (row["workload"], row["mode"], row["bucket"]) if first else ("", "", "")
+        ratio = f"{row['ratio_vs_compile']:.3f}x" if row.get("ratio_vs_compile") else "-"
+        high = row.get("ci_high")
+        interval = f"{row['ci_low']:.3f} to {high:.3f}" if row.get("ci_low") is not None and high else "-"
+        drawn.add_row(
+            *head, row["provider"], _ms(row), ratio, interval, row.get("verdict", ""), _accuracy(row), _work(row)
+        )
+    return Group(drawn, Text(summary(rows)))
+
+
+def _ms(row: Row) -> str:
+    return f"{row['median_ms']:.2f}" if row.get("median_ms") is not None else row.get("failure") or "-"
+
+
+def _accuracy(row: Row) -> str:
+    value = row.get("accuracy")
+    return {True: "yes", False: "NO", None: "failed"}[value] if not isinstance(value, str) else value
+
+
+def _work(row: Row) -> str:
+    if row["provider"] != "fusewright":
+        return ""
+    rewrites = ", ".join(f"{name} {n}" for name, n in row.get("rewrites", {}).items()) or "nothing"
+    verified = row.get("verified", [])
+    good = sum(v["ok"] is True for v in verified)
+    fallbacks = sum(f["count"] for f in row.get("fallbacks", []))
+    return f"{rewrites}; {good} of {len(verified)} graphs verified" + (f"; {fallbacks} fallbacks" if fallbacks else "")
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Geometric mean of ratios against torch.compile: over a family's cells first, then over families."""
+    families: dict[str, list[float]] = {}
+    for row in rows:
+        if row["provider"] == "fusewright" and row.get("ratio_vs_compile") and row.get("accuracy") is True:
+            families.setdefault(f"{row['family']} {row['mode']}", []).append(math.log(row["ratio_vs_compile"]))
+    if not families:
+        return "no accurate, timed cell"
+    means = {name: sum(logs) / len(logs) for name, logs in families.items()}
+    parts = ", ".join(f"{name} {math.exp(mean):.3f}x" for name, mean in sorted(means.items()))
+    return f"geometric mean against torch.compile: {math.exp(sum(means.values()) / len(means)):.3f}x ({parts})"

@@ -1,0 +1,116 @@
+"""Runs a job's workloads once to explain them or to compare them with eager; behind `explain` and `check`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.text import Text
+from torch import nn
+
+from fusewright.autotune.jobs import load
+from fusewright.autotune.rivals import OPTIMIZE
+from fusewright.autotune.suite import SuiteCell, plan_cells
+from fusewright.capture.record import Record
+from fusewright.job_file import resolve
+from fusewright.numerics import TreeComparison, compare_trees
+from fusewright.report.explain import Explanation, explain_record
+from fusewright.workload import Workload, observe
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Told:
+    """The explanation of one workload in one mode."""
+
+    title: str
+    explanation: Explanation
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation with its title."""
+        return {"title": self.title, **self.explanation.to_dict()}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How one cell compares with eager; printable by rich."""
+
+    title: str
+    comparison: TreeComparison
+    explanation: Explanation
+
+    @property
+    def ok(self) -> bool:
+        """True where every leaf agrees by the accuracy rule."""
+        return self.comparison.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """Verdict and leaves."""
+        return {"title": self.title, **self.comparison.to_dict()}
+
+    def __rich__(self) -> Text:
+        worst = self.comparison.worst
+        detail = self.comparison.reason if not self.ok or worst is None else f"worst leaf {worst.path}: {worst.reason}"
+        fallbacks = len(self.explanation.data["fallbacks"])
+        tail = f"; {fallbacks} fallbacks, see `fusewright explain`" if fallbacks else ""
+        mark = ("agrees", "green") if self.ok else ("DISAGREES", "bold red")
+        return Text.assemble(f"{self.title}: ", mark, f" on {len(self.comparison.leaves)} leaves; {detail}{tail}")
+
+
+def _optimized(workload: Workload, model: nn.Module, **options: Any) -> nn.Module:
+    """Optimize a copy of `model` in the buckets of its workload's lengths."""
+    name = workload.length_name
+    edges = sorted({max(length, 2) for length in workload.lengths})
+    made: nn.Module = load(OPTIMIZE)(
+        copy.deepcopy(model), dims=workload.dims, buckets=None if name is None else {name: edges}, **options
+    )
+    return made
+
+
+def _record(model: nn.Module) -> Record:
+    record = load("fusewright.api:record_of")(model)
+    assert isinstance(record, Record)
+    return record
+
+
+def explain_job(
+    job: str, only: Sequence[str], modes: Sequence[str], lengths: Sequence[int], *, strict: bool
+) -> Iterator[Told]:
+    """Run every workload in every mode at the given lengths (default: the smallest) and yield what happened."""
+    groups: dict[tuple[str, str], list[SuiteCell]] = {}
+    for cell in plan_cells(job, only, modes, lengths):
+        groups.setdefault((cell.source, cell.mode), []).append(cell)
+    for (source, mode), cells in groups.items():
+        workload = resolve(source)
+        model = _optimized(workload, workload.build(training=mode == "training"), strict=strict)
+        for cell in cells if lengths else cells[:1]:
+            observe(workload, model, cell.length, training=mode == "training")
+        yield Told(f"{workload.name} {mode}", explain_record(_record(model)))
+
+
+def check_job(job: str, only: Sequence[str], modes: Sequence[str], lengths: Sequence[int]) -> Iterator[Checked]:
+    """Compare optimized against eager, and where they differ against float64, cell by cell (PROTOCOLS A1)."""
+    for cell in plan_cells(job, only, modes, lengths):
+        workload, training = resolve(cell.source), cell.mode == "training"
+        eager = workload.build(training=training)
+        model = _optimized(workload, eager, verify="off")  # what is compared here must not be what verification fell to
+        wide = copy.deepcopy(eager).double()
+        expected, found = (_after_step(workload, m, cell.length, training=training) for m in (eager, model))
+
+        def reference(wide: nn.Module = wide, cell: SuiteCell = cell, training: bool = training) -> dict[str, Any]:
+            return _after_step(resolve(cell.source), wide, cell.length, training=training)
+
+        comparison = compare_trees(found, expected, reference, training=training)
+        yield Checked(cell.name, comparison, explain_record(_record(model)))
+
+
+def _after_step(workload: Workload, model: nn.Module, length: int, *, training: bool) -> dict[str, Any]:
+    seen = observe(workload, model, length, training=training)
+    if training:
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+        seen["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return seen

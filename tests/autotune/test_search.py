@@ -102,7 +102,7 @@ def test_the_fastest_accurate_variant_wins_and_an_interrupted_run_goes_on(tmp_pa
 def test_without_proof_the_best_baseline_stays(tmp_path: pathlib.Path) -> None:
     store = TuningStore(tmp_path / "s.db")
     same = variant(seconds=0.001)
-    budget = Budget(timing_s=6.0, screening_s=5.0, most_pairs=3)
+    budget = Budget(timing_s=30.0, screening_s=5.0, most_pairs=3)
     (result,) = tune(job(), Tuner(store, (same,), (EAGER,), budget))
     assert not result.adopted
     assert result.winner == EAGER

@@ -17,6 +17,7 @@ from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant
 from fusewright.errors import UserInputError
 from fusewright.job_file import resolve
+from fusewright.job_file import resolve
 from fusewright.workload import Workload, observe
 
 OPTIMIZE = "fusewright.api:optimize_with"  # named, not imported: a job comes before the public API
@@ -57,7 +58,8 @@ def workload_job(
     """Every mode and length of a workload.
 
     Args:
-        source: "module:name" of the workload, or of a function without arguments that makes it; workers import it.
+        source: what workers load the workload by: "place#name" as `fusewright.job_file.source_of` makes it, or
+            "module:name" of a workload or of a function without arguments that makes one.
         modes: "inference", "training"; the latter is left out where the workload does not train.
         buckets: as for `optimize`: dim name -> upper edges; by default the workload's lengths are the edges.
 
@@ -112,7 +114,7 @@ class WorkloadSubject:
         device: str = "cpu",
         optimize: str = OPTIMIZE,
     ) -> None:
-        found = load(source)
+        found = resolve(source) if "#" in source else load(source)
         self.workload: Workload = found if isinstance(found, Workload) else found()
         self.length, self.training, self.device = length, training, torch.device(device)
         self.variant = GraphVariant.from_json(variant)

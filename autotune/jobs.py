@@ -17,7 +17,6 @@ from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant
 from fusewright.errors import UserInputError
 from fusewright.job_file import resolve
-from fusewright.job_file import resolve
 from fusewright.workload import Workload, observe
 
 OPTIMIZE = "fusewright.api:optimize_with"  # named, not imported: a job comes before the public API
@@ -114,7 +113,7 @@ class WorkloadSubject:
         device: str = "cpu",
         optimize: str = OPTIMIZE,
     ) -> None:
-        found = resolve(source) if "#" in source else load(source)
+        found = load(source)
         self.workload: Workload = found if isinstance(found, Workload) else found()
         self.length, self.training, self.device = length, training, torch.device(device)
         self.variant = GraphVariant.from_json(variant)

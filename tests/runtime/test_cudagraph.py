@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,101 +34,106 @@ def _stats(runner: RegionRunner) -> dict[str, Any]:
     }
 
 
-def _scenarios() -> dict[str, Any]:
-    """All situations that need no second process; each in a phase of its own."""
-    w, x = torch.randn(64, 64, device="cuda"), torch.randn(8, 64, device="cuda")
-    seen: dict[str, Any] = {}
+class _Lab:
+    """Runs situations one after another in the child, each in a phase of the log of its own."""
 
-    def runner(name: str, region: Any, calls: list[Any], **options: Any) -> list[Any]:
-        run = RegionRunner(region, **options)
+    def __init__(self) -> None:
+        self.w, self.x = torch.randn(64, 64, device="cuda"), torch.randn(8, 64, device="cuda")
+        self.shared = GraphPool()
+        self.seen: dict[str, Any] = {}
+
+    def run(self, name: str, region: Any, calls: list[Any] | None = None, **options: Any) -> list[Any]:
+        """Call a new runner with each of `calls` (by default N times the same) and note its statistics."""
+        runner = RegionRunner(region, **options)
+        with self.phase(name, runner), torch.no_grad():
+            return [runner(*args) for args in calls or [(self.w, self.x)] * N]
+
+    @contextmanager
+    def phase(self, name: str, runner: RegionRunner) -> Iterator[None]:
         mark(name)
-        with torch.no_grad():
-            outputs = [run(*args) for args in calls]
+        yield
         mark(f"{name} done")
-        seen[name] = _stats(run)
-        return outputs
+        self.seen[name] = _stats(runner)
 
-    outputs = runner("replays", _linear, [(w, torch.randn(8, 64, device="cuda")) for _ in range(N)], static_inputs=(0,))
-    seen["outputs share memory"] = len({o[0].data_ptr() for o in outputs}) < N
-    outputs = runner("aliases", _linear, [(w, x)] * N, static_inputs=(0,), alias_outputs=True)
-    seen["aliases share memory"] = len({o[0].data_ptr() for o in outputs[1:]}) == 1
 
-    shared = GraphPool()
-    runner("shared 1", _linear, [(w, x)] * N, static_inputs=(0,), pool=shared)
-    runner("shared 2", _linear, [(w, x[:4])] * N, static_inputs=(0,), pool=shared)
-    runner("buckets", _linear, [(w, x[: 1 + i % 4]) for i in range(12)], static_inputs=(0,), max_graphs=3)
+def _reads_on_host(w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    return [x * 2 if x.sum().item() >= 0 else x]
 
+
+def _writes(w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor | None]:
+    w.mul_(0.9)
+    x.add_(w[0])
+    return [x.sum(), None]
+
+
+def _captured(lab: _Lab) -> None:
+    w, x, static = lab.w, lab.x, {"static_inputs": (0,)}
+    outputs = lab.run("replays", _linear, [(w, torch.randn(8, 64, device="cuda")) for _ in range(N)], **static)
+    lab.seen["outputs share memory"] = len({o[0].data_ptr() for o in outputs}) < N
+    outputs = lab.run("aliases", _linear, alias_outputs=True, **static)
+    lab.seen["aliases share memory"] = len({o[0].data_ptr() for o in outputs[1:]}) == 1
+    lab.run("shared 1", _linear, pool=lab.shared, **static)
+    lab.run("shared 2", _linear, [(w, x[:4])] * N, pool=lab.shared, **static)
+    lab.run("buckets", _linear, [(w, x[: 1 + i % 4]) for i in range(12)], max_graphs=3, **static)
     moved = [torch.randn(64, 64, device="cuda") for _ in range(2)]
-    runner("moved", _linear, [(moved[0], x)] * 3 + [(moved[1], x)] * 3, static_inputs=(0,))
-    runner("moving", _linear, [(moved[i % 2], x) for i in range(10)], static_inputs=(0,), max_recaptures=2)
-
-    def reads_on_host(w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
-        return [x * 2 if x.sum().item() >= 0 else x]
-
-    runner("host read", reads_on_host, [(w, x)] * N, pool=shared)
-    runner("after a failed capture", _linear, [(w, x)] * N, static_inputs=(0,), pool=shared)
-    fresh = GraphPool()
-    runner("host read first", reads_on_host, [(w, x)] * N, pool=fresh)
-    runner("after a failed first capture", _linear, [(w, x)] * N, static_inputs=(0,), pool=fresh)
-    runner("to host", lambda w, x: [x.cpu()], [(w, x)] * N)
-    runner("cpu constant out", lambda w, x: [x * 2, torch.zeros(3)], [(w, x)] * N)
-    runner("view out", lambda w, x: [x[1:]], [(w, x)] * N)
-    outputs = runner("static out", lambda w, x: [w.t(), x * 2], [(w, x)] * N, static_inputs=(0,))
-    seen["static output is a view"] = outputs[-1][0].data_ptr() == w.data_ptr()
-
-    def writes(w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor | None]:
-        w.mul_(0.9)
-        x.add_(w[0])
-        return [x.sum(), None]
-
+    lab.run("moved", _linear, [(moved[0], x)] * 3 + [(moved[1], x)] * 3, **static)
+    lab.run("moving", _linear, [(moved[i % 2], x) for i in range(10)], max_recaptures=2, **static)
+    outputs = lab.run("static out", lambda w, x: [w.t(), x * 2], **static)
+    lab.seen["static output is a view"] = outputs[-1][0].data_ptr() == w.data_ptr()
     before = w._version
-    runner("writes", writes, [(w, x)] * N, static_inputs=(0,))
-    seen["versions"] = w._version - before
-    runner("overlap", lambda a, b: [a.add_(1).sum() + b.sum()], [(x, x[:1])] * N)
-    runner("cpu input", lambda w, x: [x * 2], [(w, torch.zeros(2))] * N)
-    runner("expanded", lambda w, x: [x * 2], [(w, torch.zeros(1, 5, device="cuda").expand(3, 5))] * N)
+    lab.run("writes", _writes, **static)
+    lab.seen["versions"] = w._version - before
+    lab.run("expanded", lambda w, x: [x * 2], [(w, torch.zeros(1, 5, device="cuda").expand(3, 5))] * N)
+    compiled = torch.compile(lambda w, x: ((x @ w).softmax(-1) * 2,), fullgraph=True)
+    lab.run("inductor", compiled, **static)
 
-    def nested(w: torch.Tensor, x: torch.Tensor) -> list[Any]:
-        return inner(w, x)
 
-    inner = RegionRunner(_linear, static_inputs=(0,), pool=shared)
-    runner("nested", nested, [(w, x)] * N, static_inputs=(0,), pool=shared)
-    seen["inner"] = _stats(inner)
+def _refused(lab: _Lab) -> None:
+    w, x, static = lab.w, lab.x, {"static_inputs": (0,)}
+    lab.run("host read", _reads_on_host, pool=lab.shared)
+    lab.run("after a failed capture", _linear, pool=lab.shared, **static)
+    fresh = GraphPool()
+    lab.run("host read first", _reads_on_host, pool=fresh)
+    lab.run("after a failed first capture", _linear, pool=fresh, **static)
+    lab.run("to host", lambda w, x: [x.cpu()])
+    lab.run("cpu constant out", lambda w, x: [x * 2, torch.zeros(3)])
+    lab.run("view out", lambda w, x: [x[1:]])
+    lab.run("overlap", lambda a, b: [a.add_(1).sum() + b.sum()], [(x, x[:1])] * N)
+    lab.run("cpu input", lambda w, x: [x * 2], [(w, torch.zeros(2))] * N)
+    run = RegionRunner(_linear, **static)
+    with lab.phase("autograd", run):
+        for _ in range(N):
+            run(w.requires_grad_(), x)
+    w.requires_grad_(False)
+    lab.seen["current stream is default"] = torch.cuda.current_stream() == torch.cuda.default_stream()
 
-    side = torch.cuda.Stream()
-    run = RegionRunner(_linear, static_inputs=(0,))
-    mark("two streams")
-    with torch.no_grad():
+
+def _shared(lab: _Lab) -> None:
+    w, x, static = lab.w, lab.x, {"static_inputs": (0,)}
+    inner = RegionRunner(_linear, pool=lab.shared, **static)
+    lab.run("nested", lambda w, x: inner(w, x), pool=lab.shared, **static)
+    lab.seen["inner"] = _stats(inner)
+    run, side = RegionRunner(_linear, **static), torch.cuda.Stream()
+    with lab.phase("two streams", run):
         for i in range(N):
             with torch.cuda.stream(side if i % 2 else torch.cuda.default_stream()):
                 run(w, x)
-    mark("two streams done")
-    seen["two streams"] = _stats(run)
-    seen["current stream is default"] = torch.cuda.current_stream() == torch.cuda.default_stream()
-
-    compiled = torch.compile(lambda w, x: ((x @ w).softmax(-1) * 2,), fullgraph=True)
-    runner("inductor", compiled, [(w, x)] * N, static_inputs=(0,))
-
-    run = RegionRunner(_linear, static_inputs=(0,), pool=shared)
-    mark("threads")
-    with ThreadPoolExecutor(4) as threads:
+    run = RegionRunner(_linear, pool=lab.shared, **static)
+    with lab.phase("threads", run), ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda i: run(w, x[: 1 + i % 2]), range(40)))
-    mark("threads done")
-    seen["threads"] = _stats(run)
-
-    run = RegionRunner(_linear, static_inputs=(0,))
-    for _ in range(N):
-        run(w.requires_grad_(), x)
-    seen["autograd"] = _stats(run)
-    w.requires_grad_(False)
-    mark("reset")
-    run = RegionRunner(_linear, static_inputs=(0,))
-    for _ in range(3):
+    run = RegionRunner(_linear, **static)
+    with lab.phase("reset", run):
+        for _ in range(3):
+            run(w, x)
+        run.reset()
         run(w, x)
-    run.reset()
-    run(w, x)
-    seen["reset"] = _stats(run)
-    return seen
+
+
+def _scenarios() -> dict[str, Any]:
+    lab = _Lab()
+    for situations in (_captured, _refused, _shared):
+        situations(lab)
+    return lab.seen
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from fusewright.errors import UserInputError
 from fusewright.passes.base import PassContext, tensor_of
 from fusewright.passes.comm.bucket_collectives import BucketCollectives, BucketCollectivesAnyOrder
 from fusewright.passes.comm.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
+from fusewright.passes.comm.dependencies import StorageClasses
 from tests.passes.comm.lockstep import calls, run_lockstep, same_bits
 
 f = torch.ops._c10d_functional
@@ -165,6 +166,12 @@ def written_before_gather(a, b):
     return whole, gather(b.view(-1))
 
 
+def written_through_another_view(a, b):
+    whole, flat = gather(a), b.view(-1)
+    b.mul_(2)
+    return whole, gather(flat)
+
+
 def written_after_reduction(a, b):
     part = reduce(a)
     a.mul_(2)
@@ -187,6 +194,7 @@ def written_while_followers_read(a, b):
         (gather_needs_matmul, "its input depends on mm"),
         (matmul_needs_reduction, "mm depends on wait_tensor"),
         (written_before_gather, "its input is written by mul_"),
+        (written_through_another_view, "its input is written by mul_"),
         (written_after_reduction, "mul_ writes what the bucket of reduce_scatter_tensor still reads"),
         (written_while_followers_read, "mul_ writes what the bucket"),
     ],
@@ -238,6 +246,14 @@ def test_nothing_is_merged_across_a_barrier(kind: Traced, barrier: str) -> None:
     ctx = PassContext()
     assert BucketCollectives().run(gm, ctx) == 0
     assert ["whose effects are unknown" in d.reason for d in ctx.declines] == [True]
+
+
+def test_a_wait_shares_memory_with_what_it_waits_for() -> None:
+    gm = trace(lambda a: gather(a), (4, 4))
+    _, start, wait, _ = gm.graph.nodes
+    storage = StorageClasses(gm.graph)
+    assert storage[start] == storage[wait]
+    assert storage[start] != storage[next(iter(gm.graph.nodes))]
 
 
 def test_a_write_elsewhere_is_no_obstacle() -> None:

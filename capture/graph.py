@@ -103,10 +103,8 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, mapping, return_output_node=True)
-    if output is not None:
-        args, old = output
-        graph.output(args).meta = copy.copy(old.meta)
+    result = graph.graph_copy(gm.graph, mapping)
+    graph.output(result).meta = copy.copy(gm.graph.output_node().meta)
     holder = torch.nn.Module()
     for name, child in gm.named_children():
         holder.add_module(name, copy_graph(child) if isinstance(child, fx.GraphModule) else child)
@@ -121,7 +119,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     new.meta = dict(gm.meta)
     for old, node in mapping.items():
         if hasattr(old, "_dynamo_source"):
-            node._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            node._dynamo_source = old._dynamo_source
     if hasattr(gm, "_param_name_to_source"):
-        new._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]
+        new._param_name_to_source = gm._param_name_to_source
     return new

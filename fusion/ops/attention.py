@@ -13,6 +13,7 @@ Sources: Dao, "FlashAttention-2", arXiv:2307.08691; Ainslie et al., "GQA", arXiv
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,14 +113,13 @@ def _forward_cpu(
         if dead.any():
             lse = lse.masked_fill_(dead, -math.inf)
             out = out.masked_fill_(dead.unsqueeze(-1), math.nan)
-    return _as_declared(out, torch.empty_like(q, device="meta")), _as_declared(lse, _lse_like(q.to("meta")))
+    return _as_declared(out, q, torch.empty_like), _as_declared(lse, q, _lse_like)
 
 
-def _as_declared(x: Tensor, like: Tensor) -> Tensor:
-    """x with the strides the shape rule promises; a copy only where torch's kernel chose others."""
-    if x.stride() == like.stride():
-        return x
-    return x.new_empty_strided(x.shape, like.stride()).copy_(x)
+def _as_declared(x: Tensor, q: Tensor, rule: Callable[[Tensor], Tensor]) -> Tensor:
+    """x with the strides that the shape rule gives; a copy only where torch's kernel chose others."""
+    strides = rule(q).stride()
+    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def _backward_fake(

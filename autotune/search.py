@@ -163,17 +163,15 @@ class _CellRun:
         return self._conclude(baseline, baseline, False, self._why_stay(baseline))
 
     def _passes_gate(self, variant: GraphVariant) -> bool:
-        """Build and check one variant in its own process, unless an interrupted run has done so."""
-        rows = [row for key in self.keys[:1] for row in self.tuner.store.why(key)]
-        done = [r for r in rows if r["stage"] == "accuracy" and r["variant"] == variant.to_json()]
-        if done and done[-1]["status"] == "accurate":
+        """Build and check one variant in its own process, unless an interrupted run has seen it pass."""
+        if self._passed_before(variant):
             return True
         limits, threads = self.tuner.limits, self.tuner.threads
         with Worker(self.cell.with_variant(variant), limits=limits, threads=threads) as worker:
             built = worker.build()
             if isinstance(built, Built) and not self.keys:
                 self.keys = [TuningKey.from_dict(record) for record in built.facts["keys"]]
-                if self._earlier_decision() is not None:
+                if self._earlier_decision() is not None or self._passed_before(variant):
                     return True
             report = worker.check(self.tuner.seeds, training=self.cell.training)
         result = report if isinstance(report, Failure) else failure(report)
@@ -181,6 +179,12 @@ class _CellRun:
             self.outcome[variant] = result
         self._store(variant, "accuracy", result, accuracy=None if isinstance(report, Failure) else report)
         return result is None
+
+    def _passed_before(self, variant: GraphVariant) -> bool:
+        """A failure is tried again: it may have been the machine's."""
+        rows = [row for key in self.keys[:1] for row in self.tuner.store.why(key)]
+        done = [r["status"] for r in rows if r["stage"] == "accuracy" and r["variant"] == variant.to_json()]
+        return bool(done) and done[-1] == "accurate"
 
     def _earlier_decision(self) -> CellResult | None:
         rows = [self.tuner.store.decision(key) for key in self.keys]

@@ -133,7 +133,8 @@ class _Run:
             live = [name for name in self.series if name not in self.failures and not self._is_settled(name)]
             if not live or BASELINE in self.failures:
                 break
-            if pair and self._spent_s() + longest_s > self.plan.budget_s:
+            # The first pairs share the budget out among themselves; a further one is begun only where it will fit.
+            if pair and self._spent_s() + (longest_s if pair >= self.plan.pairs else 0.0) > self.plan.budget_s:
                 break
             began = self._spent_s()
             self._measure_pair(pair, live)

@@ -244,10 +244,10 @@ def _learned_mask(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return (q @ k.mT + g[:N, :, :T]).softmax(-1) @ v
 
 
-def _overwritten_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    key = k * torch.ones(H)
-    scores = q @ key.mT
-    key.zero_()
+def _overwritten_mask(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    mask = bias * 1.0
+    scores = q @ k.mT + mask
+    mask.zero_()
     return scores.softmax(-1) @ v
 
 
@@ -279,7 +279,7 @@ NEAR_MISSES = [
          "q q q keep", reason="the fill value 0"),
     Case(lambda q, k, v: (q @ k.mT).view(B, T, N, T).softmax(-1).view(B, N, T, T) @ v, reason="a view regroups"),
     Case(_learned_mask, "q q q g", reason="the mask requires a gradient"),
-    Case(_overwritten_keys, reason="writes to a tensor"),
+    Case(_overwritten_mask, "q q q bias", reason="writes to a tensor"),
     Case(lambda q, k, v: (q @ k.mT).softmax(-1).masked_fill(torch.eye(T).bool(), 0.0) @ v, reason="masked_fill stands"),
     Case(lambda q, k, v: (q @ k.mT).softmax(-1) + v.mean(), reason="add stands between the softmax"),
     Case(lambda q, k, v: (q + k).softmax(-1) * v, reason="is not understood"),

@@ -23,9 +23,24 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules")
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
+class Same:
+    """Equal only to another of the very same object, which it keeps alive, so that no other can take its id."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 @dataclass
 class Layout:
-    """What a scan of the module found. `structure` is equal for equal modules; it keeps alive what it names by id."""
+    """What a scan of the module found. `structure` is equal for equal modules."""
 
     structure: int
     parameters: list[Tensor]
@@ -38,15 +53,16 @@ class Layout:
 class ModuleState:
     """The module's parameters, buffers and settings, scanned again only where some attribute was assigned.
 
-    Contents of containers that are attributes (a configuration object, a list) are watched by identity only.
+    Attributes that are containers (a configuration object, a list) are watched by identity only.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
         self._module = module
         self._optimizer = optimizer
         self._watched: list[tuple[Mapping[Any, Any], list[Any]]] = []
+        self._empty: list[Mapping[Any, Any]] = []
         self._groups: list[list[Any]] = []
-        self._structures: dict[Hashable, tuple[int, list[Any]]] = {}
+        self._structures: dict[Hashable, int] = {}
         self._layout: Layout | None = None
 
     def layout(self) -> Layout:
@@ -60,31 +76,29 @@ class ModuleState:
         return (
             len(groups) != len(self._groups)
             or any(not _same(group["params"], last) for group, last in zip(groups, self._groups, strict=True))
+            or any(self._empty)
             or any(not _same(live.values(), last) for live, last in self._watched)
         )
 
     def _scan(self) -> Layout:
         watched: list[tuple[Mapping[Any, Any], list[Any]]] = []
         described: list[Hashable] = []
-        kept_alive: list[Any] = []
         attributes: list[tuple[nn.Module, str]] = []
         for part in self._module.modules():
             live = vars(part)
             watched.append((live, list(live.values())))
-            settings: list[Hashable] = [id(type(part))]
+            settings: list[Hashable] = [Same(type(part))]
             for name, value in live.items():
                 if isinstance(value, Tensor):
                     attributes.append((part, name))
                     settings.append((name, "tensor"))
                 elif isinstance(value, _BY_VALUE):
                     settings.append((name, type(value), value))
-                elif name in _CONTAINERS or name.endswith("_hooks"):
+                elif isinstance(value, Mapping) and (name in _CONTAINERS or name.endswith("_hooks")):
                     watched.append((value, list(value.values())))
-                    settings.append((name, tuple(value) if name in _CONTAINERS else _ids(value.values())))
-                    kept_alive += [] if name in _CONTAINERS else list(value.values())
+                    settings.append((name, tuple(value if name in _CONTAINERS else map(Same, value.values()))))
                 else:
-                    settings.append((name, id(value)))
-                    kept_alive.append(value)
+                    settings.append((name, Same(value)))
             described.append(tuple(settings))
         named = dict(self._module.named_parameters())
         parameters: list[Tensor] = list(named.values())
@@ -96,10 +110,11 @@ class ModuleState:
             names += [""] * len(extra)
             known |= {id(parameter) for parameter in extra}
         buffers = dict(self._module.named_buffers())
-        self._watched = watched
+        self._watched = [(live, last) for live, last in watched if last]
+        self._empty = [live for live, last in watched if not last]
         self._groups = [list(group["params"]) for group in self._optimizer.param_groups]
         key = (tuple(described), tuple(names), tuple(buffers), _tied(self._module), len(self._optimizer.param_groups))
-        number, _ = self._structures.setdefault(key, (len(self._structures), kept_alive))
+        number = self._structures.setdefault(key, len(self._structures))
         return Layout(number, parameters, names, list(buffers.values()), list(buffers), attributes)
 
 
@@ -108,11 +123,8 @@ class Call:
     """One call as the graph sees it.
 
     Attributes:
-        layout: the module's tensors.
         view: what the optimizer would do; updates nothing where the optimizer runs outside of the graph.
-        tensors: tensors among the arguments.
-        constants: other leaves of the arguments, None in the place of a tensor.
-        spec: how to rebuild the arguments.
+        tensors, constants, spec: the arguments; constants has None in the place of a tensor.
         fresh: optimizer state that torch has not made yet, by parameter; goes to the optimizer with the step.
     """
 
@@ -128,9 +140,7 @@ class LiveStep:
     """The live objects of a training step: what a call looks like, which graph it needs, and that graph's inputs.
 
     Args:
-        module: takes the arguments' two or three trees and returns the loss.
-        loss_fn: watched for values that it closes over.
-        optimizer: any; only asked for a view where its update is part of the graph.
+        module: takes the arguments' trees and returns the loss; `loss_fn` is watched for values that it closes over.
         scale: the loss scale on a device, where a GradScaler is used.
     """
 
@@ -244,13 +254,33 @@ class LiveStep:
         layout = self._module_state.layout()
         found: dict[Slot, Tensor] = {}
         for slot in step.results:
-            if slot.role == "state":
-                found[slot] = self._optimizer.state[layout.parameters[slot.number]][slot.name]
-            else:
-                tensor = _held(layout, slot)
-                if tensor is not None:
-                    found[slot] = tensor.detach()
+            state = self._optimizer.state[layout.parameters[slot.number]] if slot.role == "state" else None
+            tensor = _held(layout, slot) if state is None else state[slot.name]
+            if tensor is not None:
+                found[slot] = tensor.detach()
         return found
+
+    def restore(self, before: Mapping[Slot, Tensor], call: Call, *, updated: Iterable[int]) -> None:
+        """Put the tensors of `before` into these objects: copies of those that `call` described, one step later."""
+        layout, state = self._module_state.layout(), self._optimizer.state
+        for parameter, original in zip(layout.parameters, call.layout.parameters, strict=True):
+            parameter.grad = None
+            if original in call.fresh:
+                state.pop(parameter, None)
+        for i in updated:
+            counter = state.get(layout.parameters[i], {}).get("step")
+            if isinstance(counter, Tensor) and Slot("state", i, "step") not in before:
+                counter.sub_(1)
+        for (role, i, name), tensor in before.items():  # parameters come first: their gradients need their dtype
+            if role in ("param", "buffer"):
+                (layout.parameters if role == "param" else layout.buffers)[i].data = tensor
+            elif role == "attribute":
+                owner, attribute = layout.attributes[i]
+                vars(owner)[attribute] = tensor
+            elif role == "grad":
+                layout.parameters[i].grad = tensor
+            elif role == "state" and layout.parameters[i] in state:
+                state[layout.parameters[i]][name] = tensor
 
     def finish(self, step: WholeStep, call: Call) -> None:
         """After the graph's update: count the optimizer's step and drop the gradients that it used."""
@@ -294,8 +324,8 @@ def closure_key(function: object) -> tuple[Hashable, ...]:
     """The values that a plain function closes over: plain ones by value, others by identity."""
     if not isinstance(function, types.FunctionType) or function.__closure__ is None:
         return ()
-    contents = [cell.cell_contents for cell in function.__closure__]
-    return tuple((type(value), value) if isinstance(value, _BY_VALUE) else id(value) for value in contents)
+    values = [cell.cell_contents for cell in function.__closure__]
+    return tuple((type(value), value) if isinstance(value, _BY_VALUE) else Same(value) for value in values)
 
 
 def parameter_key(parameters: Sequence[Tensor], buckets: Sequence[int | None]) -> tuple[Hashable, ...]:
@@ -308,7 +338,7 @@ def parameter_key(parameters: Sequence[Tensor], buckets: Sequence[int | None]) -
                 *tensor_key(parameter),
                 bucket,
                 None if grad is None else tensor_key(grad),
-                _ids(_hooks(parameter)),
+                tuple(map(Same, _hooks(parameter))),
                 bool(parameter._post_accumulate_grad_hooks),
             )
         )
@@ -357,10 +387,6 @@ def gradient_hooks(parameters: Sequence[Tensor]) -> dict[int, list[Callable[...,
 
 def _same(live: Collection[Any], last: list[Any]) -> bool:
     return len(live) == len(last) and all(map(is_, live, last))
-
-
-def _ids(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(id, values))
 
 
 def _hooks(parameter: Tensor) -> Iterable[Callable[..., Any]]:

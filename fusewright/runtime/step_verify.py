@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fusewright.capture.whole_step import Slot, StepFunction, WholeStep, autocast_off
-from fusewright.errors import CaptureError
 from fusewright.numerics import TreeComparison, compare_trees
 
 
@@ -29,40 +28,27 @@ class StepVerifier:
     ) -> None:
         self._function = function
         self._step = step
-        self._before = [tensor.detach().clone() for tensor in flat]
+        self.before = [tensor.detach().clone() for tensor in flat]
         self._devices = sorted({t.device.index for t in flat if t.device.type == "cuda"})
         self._results = self._run(compiled)
 
     def _run(self, compiled: Callable[..., Sequence[Tensor]]) -> dict[str, Tensor]:
         """What `compiled` returns and writes, on copies."""
-        copies = {slot: tensor.clone() for slot, tensor in zip(self._function.slots, self._before, strict=True)}
+        copies = {slot: tensor.clone() for slot, tensor in zip(self._function.slots, self.before, strict=True)}
         with torch.random.fork_rng(self._devices), torch.no_grad(), autocast_off(self._step.device_types):
             loss, *grads = compiled(*(copies[slot] for slot in self._step.slots))
         handed_out = {Slot("grad", i): grad for i, grad in zip(self._step.grad_outputs, grads, strict=True)}
         every = copies | handed_out
         return {"loss": loss} | {label(slot): every[slot] for slot in self._step.results}
 
-    def compare(self, loss: Tensor, live: Mapping[Slot, Tensor]) -> TreeComparison:
-        """Judge the compiled step by the eager loop's `loss` and by what it left in the `live` objects."""
-        expected = {"loss": loss} | {label(slot): tensor for slot, tensor in live.items()}
-        # in float64 the same generator draws other numbers, so a random step has no float64 reference
-        reference = None if self._step.random else self._float64
-        return compare_trees(self._results, expected, reference, training=True)
+    def compare(
+        self, loss: Tensor, live: Mapping[Slot, Tensor], float64: Callable[[], dict[str, Tensor]]
+    ) -> TreeComparison:
+        """Judge the compiled step by the eager loop's `loss` and by what it left in the `live` objects.
 
-    def _float64(self) -> dict[str, Tensor]:
-        """The results of the step in float64, from the same Python code.
-
-        Raises:
-            RuntimeError: the code does not run in float64.
+        `float64` runs the eager loop in float64; called only where the results are not close as they are.
         """
-        wide = [tensor.double() if tensor.is_floating_point() else tensor.clone() for tensor in self._before]
-        try:
-            with torch.random.fork_rng(self._devices), autocast_off(self._step.device_types):
-                loss, *rest = self._function(*wide)
-        except (CaptureError, TypeError, ValueError) as error:
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        changed = dict(zip(self._function.slots, wide, strict=True))
-        grads = {Slot("grad", i): grad for i, grad in zip(self._function.grad_outputs, rest, strict=False)}
-        written = dict(zip(self._function.writes, rest[len(grads) :], strict=True))
-        every = changed | grads | written
-        return {"loss": loss} | {label(slot): every[slot] for slot in self._step.results}
+        expected = {"loss": loss} | {label(slot): tensor for slot, tensor in live.items()}
+
+        # in float64 the same generator draws other numbers, so a random step has no float64 reference
+        return compare_trees(self._results, expected, None if self._step.random else float64, training=True)

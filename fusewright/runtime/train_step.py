@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from fusewright.capture.optimizer_update import decline_reason
 from fusewright.capture.step_state import Call, Inputs, LiveStep
@@ -20,7 +21,7 @@ from fusewright.config import Verify, to_enum
 from fusewright.errors import CaptureError, FallbackError, FusewrightError, UserInputError, VerificationError
 from fusewright.runtime.fakes import BucketInputs
 from fusewright.runtime.lower import lower
-from fusewright.runtime.step_verify import StepVerifier
+from fusewright.runtime.step_verify import StepVerifier, label
 
 MAX_SIGNATURES = 64
 """Steps compiled per `TrainStep`; a further signature runs eagerly and is counted, so that memory stays bounded."""
@@ -215,7 +216,10 @@ class TrainStep:
         loss = self._backward(inputs)
         if updates:
             self._update()
-        verdict = verifier.compare(loss, self._live.results(step))
+        before = dict(zip(function.slots, verifier.before, strict=True))
+        verdict = verifier.compare(
+            loss, self._live.results(step), lambda: self._float64(step, before, call, inputs, updates)
+        )
         if last and not updates:
             self._update()
         if verdict.ok:
@@ -242,6 +246,33 @@ class TrainStep:
     def _scale(self, device: torch.device) -> Tensor:
         assert self._scaler is not None, "a scale without a scaler"
         return self._scaler.scale(torch.ones((), device=device))
+
+    def _float64(
+        self, step: WholeStep, before: Mapping[Slot, Tensor], call: Call, inputs: Inputs, updates: bool
+    ) -> dict[str, Tensor]:
+        """Results of the eager loop in float64 on copies, from the state `before`; shares no code with the graph.
+
+        Raises:
+            RuntimeError: model and optimizer cannot be copied, or do not run in float64.
+        """
+        try:
+            module, optimizer = copy.deepcopy((self._module, self.optimizer))
+            twin = TrainStep(
+                module.model,
+                module.loss_fn,
+                optimizer,
+                accumulate=self._accumulate,
+                clip=self._clip,
+                scaler=self._scaler,
+            )
+            twin._live.restore({slot: _wide(tensor) for slot, tensor in before.items()}, call, updated=step.updated)
+            with torch.random.fork_rng(range(torch.cuda.device_count())), autocast_off(step.device_types):
+                loss = twin._backward(pytree.tree_map_only(Tensor, _wide, inputs))
+                if updates:
+                    twin._update()
+            return {"loss": loss} | {label(slot): tensor for slot, tensor in twin._live.results(step).items()}
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise RuntimeError(f"{type(error).__name__}: {_first_line(error)}") from error
 
     def _eager(self, inputs: Inputs, last: bool) -> Tensor:
         loss = self._backward(inputs)
@@ -344,6 +375,10 @@ def _lower(step: WholeStep, lowering: Lowering) -> Callable[..., Sequence[Tensor
     with torch.no_grad(), autocast_off(step.device_types):
         compiled, _ = lower(copy.deepcopy(step.graph_module), inputs, variant, {})
     return compiled
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from fusewright.capture import whole_step
+from fusewright.capture.optimizer_update import UpdateRule, updated
 from fusewright.capture.whole_step import Slot
 from fusewright.errors import CaptureError, FallbackError, UnknownNameError, UserInputError, VerificationError
 from fusewright.runtime import train_step as train_step_module
+from fusewright.runtime.step_verify import StepVerifier, label
 from fusewright.runtime.train_step import TrainStep, overlapping
-from tests.runtime.step_pair import Mlp, Pair, sgd, square
+from tests.runtime.step_pair import Make, Mlp, Pair, adam, sgd, square
 
 
 def test_checkpointed_dropout_runs_eagerly_and_right() -> None:
@@ -162,3 +165,45 @@ def test_arguments_that_cannot_be_hashed_run_eagerly() -> None:
         pair.both(torch.ones(5, 4), options=options)
     pair.check()
     assert [(f["kind"], f["count"]) for f in pair.step.report()["fallbacks"]] == [("capture", 2)]
+
+
+@pytest.mark.parametrize("make", [adam(), sgd(momentum=0.9, dampening=0.5)])
+def test_a_wrong_formula_is_caught(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(rule: UpdateRule, parameter: Tensor, *rest: Any) -> Any:
+        new, state = updated(rule, parameter, *rest)
+        return new + 0.01, state
+
+    monkeypatch.setattr(whole_step, "updated", wrong)
+    report = Pair(Mlp(), make, strict=False).train(2)
+    assert [(f["kind"], f["count"]) for f in report["fallbacks"]] == [("verification", 2)]
+
+
+@pytest.mark.parametrize("make", [adam(), sgd(momentum=0.9, dampening=0.5)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_float64_reference_is_the_eager_step(make: Make, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+
+    def record(self: StepVerifier, loss: Tensor, live: Any, float64: Callable[[], Any]) -> Any:
+        mine = {"loss": loss} | {label(slot): tensor.clone() for slot, tensor in live.items()}
+        compared.append((mine, float64()))
+        return compare(self, loss, live, float64)
+
+    compare = StepVerifier.compare
+    monkeypatch.setattr(StepVerifier, "compare", record)
+    pair = Pair(Mlp(), make, accumulate=accumulate, clip=0.1)
+    for size in (3, 4, 5, 6):  # a new signature each time, so each call is compared
+        pair.train(1, size, 4)
+    assert len(compared) == 4
+    for mine, wide in compared:
+        assert mine.keys() == wide.keys()
+        for name, tensor in mine.items():
+            assert wide[name].dtype is torch.float64, name
+            torch.testing.assert_close(tensor.double(), wide[name], atol=1e-4, rtol=1e-3)
+
+
+def test_modules_swapped_for_others_are_noticed() -> None:
+    pair = Pair(Mlp(), sgd())
+    pair.train(2)
+    for model in (pair.model, pair.twin):
+        model.dropout = torch.nn.Tanh()
+    assert len(pair.train(2)["graphs"]) == 2

@@ -36,9 +36,9 @@ def test_faster_and_slower_and_same_are_told_apart() -> None:
     assert results["fast"].verdict is Verdict.FASTER
     assert results["slow"].verdict is Verdict.SLOWER
     assert results["same"].verdict in (Verdict.SAME, Verdict.UNDECIDED)  # a machine that is busy decides nothing
-    assert results["fast"].ratio == pytest.approx(2.0, rel=0.1)
+    assert 1.5 < results["fast"].ratio < 4.0  # 2 on a quiet machine; one that is busy stretches the longer spin more
     assert results["fast"].ci_low < results["fast"].ratio < results["fast"].ci_high
-    assert results["fast"].candidate_s == pytest.approx(0.0005, rel=0.2)
+    assert 0.0005 <= results["fast"].candidate_s < 0.001
     assert results["same"].pairs >= 3
     assert {p.stage for p in told} == {"timing"}
     assert all(p.done <= p.total for p in told)

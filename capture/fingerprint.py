@@ -39,12 +39,13 @@ class _Symbols:
         """A size, stride or other number, symbolic or not."""
         if not isinstance(value, _SYMBOLIC):
             return str(value)
-        expr, known = value.node.expr, value.node.shape_env.var_to_range
+        expr, env = value.node.expr, value.node.shape_env
+        assert env is not None, f"{value} belongs to no ShapeEnv"
         for symbol in sorted(expr.free_symbols, key=str):
             if symbol not in self.names:
                 name = f"d{len(self.names)}"
                 self.names[symbol] = sympy.Symbol(name, integer=symbol.is_integer, positive=symbol.is_positive)
-                self.ranges[name] = str(known[symbol]) if symbol in known else "?"
+                self.ranges[name] = str(env.var_to_range[symbol]) if symbol in env.var_to_range else "?"
         return str(expr.xreplace(self.names))
 
 

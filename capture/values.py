@@ -9,10 +9,10 @@ from torch import fx
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake value of `node`: `meta["val"]` in ATen graphs, `meta["example_value"]` in Dynamo's; None where unknown."""
+    """The fake value of `node`: meta "val" in ATen graphs, "example_value" in Dynamo's; None where unknown."""
     if "val" in node.meta:
         return node.meta["val"]
-    return node.meta["example_value"] if "example_value" in node.meta else None
+    return node.meta.get("example_value")
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ class GraphVariant:
     """How one fragment runs in one shape bucket.
 
     Attributes:
-        passes: names of the passes that may run, in any order (the pipeline's order rules); `None` means the default set.
+        passes: names of the passes that may run, in any order (the pipeline's order rules); `None`: the default set.
         lowering: what compiles the rewritten graph.
         options: sorted pairs handed to the lowering, such as `("max_autotune", True)` for Inductor.
     """

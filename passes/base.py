@@ -6,7 +6,7 @@ import abc
 import enum
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -45,6 +45,8 @@ class PassContext:
         device: the device type most tensors live on.
         training: whether gradients are asked for.
         frozen_weights: whether the user promised that parameters do not change.
+        limits: pass name -> the most rewrites it may make; a bisection sets them.
+        allowed: names of the nodes at which the running pass was allowed a rewrite, in order.
     """
 
     bucket: ShapeBucket = field(default_factory=ShapeBucket)
@@ -54,6 +56,23 @@ class PassContext:
     pass_name: str = ""
     declines: list[Decline] = field(default_factory=list)
     recognised: dict[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    allowed: list[str] = field(default_factory=list)
+
+    def begin(self, name: str) -> None:
+        """Start the remarks of the pass `name`."""
+        self.pass_name, self.declines, self.recognised, self.allowed = name, [], {}, []
+
+    def allow(self, node: fx.Node) -> bool:
+        """Whether the running pass may make its next rewrite, at `node`; a pass asks when it would make it for sure.
+
+        A rewrite that is not allowed is declined here; the pass only has to leave the place alone.
+        """
+        if self.pass_name in self.limits and len(self.allowed) >= self.limits[self.pass_name]:
+            self.declined(node, f"limited to {self.limits[self.pass_name]} rewrites")
+            return False
+        self.allowed.append(node.name)
+        return True
 
     def declined(self, node: fx.Node, reason: str) -> None:
         """Record that `node` was looked at and left alone, and why."""
@@ -69,6 +88,7 @@ class Pass(abc.ABC):
 
     A subclass sets the class attributes and `run`. It must not time, print, dump, verify or catch: the pipeline does.
     `run` returns how many rewrites it made; 0 promises that the graph is untouched, and a second run must return 0.
+    Before each rewrite it asks `ctx.allow(node)`, so that a bisection can find the one that is wrong.
     """
 
     name: ClassVar[str]
@@ -100,4 +120,3 @@ class Pass(abc.ABC):
             h.update(inspect.getsource(module).encode())
         h.update(repr(sorted((k, repr(v)) for k, v in vars(self).items())).encode())
         return h.hexdigest()
-

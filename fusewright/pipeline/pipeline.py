@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fusewright.capture.graph import copy_graph
-from fusewright.capture.spec import IllegalGraph, check_graph
+from fusewright.capture.spec import IllegalGraph, Snapshot, check_graph
 from fusewright.capture.variant import GraphVariant
 from fusewright.config import Numerics, Settings
 from fusewright.errors import PassFailedError, UserInputError, unknown_name
@@ -35,6 +35,10 @@ class PipelineResult:
     declines: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     failures: list[tuple[str, str]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+class BrokenContract(Exception):
+    """What a pass returned is no count, or not what it did."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +74,21 @@ class Pipeline:
                 raise UserInputError(
                     f"passes: {one.name!r} requires {sorted(missing)}, which no earlier pass provides."
                 )
-            provided |= {one.name, *one.provides}
+            provided |= _names(one)
 
     def select(self, variant: GraphVariant, stage: Stage, ctx: PassContext) -> list[Pass]:
         """The passes of `stage` that `variant` asks for, that the tier allows and that apply to the bucket.
 
         Raises:
             UnknownNameError: the variant names a pass that does not exist.
+            UserInputError: it names a pass without what that requires.
         """
         known = [p.name for p in self.order]
         for name in variant.passes or ():
             if name not in known:
                 raise unknown_name("pass", name, known)
+        if variant.passes is not None:
+            self._check_requirements(variant.passes)
         chosen: list[Pass] = []
         for one in self.order:
             asked = one.default if variant.passes is None else one.name in variant.passes
@@ -89,60 +96,66 @@ class Pipeline:
                 continue
             if not self.numerics.allows(one.numerics) or not one.applies(ctx.bucket, ctx.device):
                 continue
-            if any(c in {p.name for p in chosen} for c in one.conflicts):
+            if any(p.name in one.conflicts or one.name in p.conflicts for p in chosen):
                 continue
             chosen.append(one)
-        return chosen
+        kept, _ = _without_orphans(chosen, [p for p in self.order if p.stage is stage and p not in chosen])
+        return kept
+
+    def _check_requirements(self, asked: Sequence[str]) -> None:
+        named = [p for p in self.order if p.name in asked]
+        _, orphans = _without_orphans(named, [p for p in self.order if p not in named])
+        for one, missing in orphans:
+            raise UserInputError(f"passes: {one.name!r} requires {missing}; ask for a pass that provides it too.")
 
     def rewrite(
         self, pristine: Callable[[], fx.GraphModule], passes: Sequence[Pass], ctx: PassContext, label: str
     ) -> tuple[fx.GraphModule, PipelineResult]:
         """Run `passes` on a copy from `pristine` and return it with what happened.
 
-        A pass that raises or leaves an illegal graph is left out and the rest runs again from a fresh copy, so that no
-        pass ever needs a snapshot of its own.
+        A pass that raises, breaks the contract of its count, or leaves an illegal graph is left out, with those that
+        require it, and the rest runs again from a fresh copy, so that no pass ever needs a snapshot of its own.
 
         Raises:
             PassFailedError: under strict, instead of leaving the pass out.
         """
         failures: list[tuple[str, str]] = []
         remaining = list(passes)
+        dump = Dump.open(self.settings.dump_dir, label)
         while True:
-            gm, result, failed = self._attempt(pristine(), remaining, ctx, label)
+            gm, result, failed = self._attempt(pristine(), remaining, ctx, dump)
             if failed is None:
                 result.failures = failures
                 return gm, result
             failures.append((failed[0].name, failed[1]))
             if self.strict:
                 raise PassFailedError(f"pass {failed[0].name!r} failed on {label}: {failed[1]}")
-            remaining.remove(failed[0])
+            remaining, orphans = _without_orphans([p for p in remaining if p is not failed[0]], [failed[0]])
+            failures += [(p.name, f"requires {missing}, which failed") for p, missing in orphans]
 
     def _attempt(
-        self, gm: fx.GraphModule, passes: Sequence[Pass], ctx: PassContext, label: str
+        self, gm: fx.GraphModule, passes: Sequence[Pass], ctx: PassContext, dump: Dump
     ) -> tuple[fx.GraphModule, PipelineResult, tuple[Pass, str] | None]:
         result = PipelineResult()
-        dump = Dump.open(self.settings.dump_dir, label)
-        names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
         for one in passes:
-            ctx.pass_name, ctx.declines, ctx.recognised = one.name, [], {}
+            ctx.begin(one.name)
             before = dump.before(gm)
-            known = {n.name for n in gm.graph.nodes}
             start = time.perf_counter()
             try:
-                count = one.run(gm, ctx)
-                if count:
-                    check_graph(gm, placeholders=names, known=known)
-            except IllegalGraph as error:
-                return gm, result, (one, f"illegal graph: {error}")
+                count = _run_checked(one, gm, ctx)
             except Exception as error:  # noqa: BLE001  a pass is foreign code: whatever it raises costs that pass only
-                return gm, result, (one, f"{type(error).__name__}: {error}")
+                known = {IllegalGraph: "illegal graph", BrokenContract: "broken contract"}
+                reason = f"{known.get(type(error), type(error).__name__)}: {error}"
+                dump.failed(gm, one.name, before, reason, ctx.declines)
+                return gm, result, (one, reason)
             result.seconds[one.name] = time.perf_counter() - start
             if count:
-                gm.recompile()
                 result.rewrites[one.name] += count
             result.recognised.update(ctx.recognised)
             result.declines.update((d.pass_name, d.node, d.reason) for d in ctx.declines)
             dump.after(gm, one.name, before, count, result.seconds[one.name], ctx.declines)
+        if result.rewrites:
+            gm.recompile()
         return gm, result, None
 
     def rewrite_in_place(self, graph: fx.Graph, passes: Sequence[Pass], ctx: PassContext, label: str) -> PipelineResult:
@@ -152,15 +165,57 @@ class Pipeline:
         """
         owner = graph.owning_module
         assert owner is not None, "a graph inside Inductor always has an owner"
+        assert owner.graph is graph, "the owner holds another graph: rewriting it would change nothing"
         if not passes:
             return PipelineResult()
         _, rehearsal = self.rewrite(lambda: copy_graph(owner), passes, ctx, label)
         failed = {name for name, _ in rehearsal.failures}
         for one in passes:
             if one.name not in failed and rehearsal.rewrites[one.name]:
-                ctx.pass_name, ctx.declines, ctx.recognised = one.name, [], {}
-                one.run(owner, ctx)
+                ctx.begin(one.name)
+                count = one.run(owner, ctx)
+                assert count == rehearsal.rewrites[one.name], (one.name, count, rehearsal.rewrites)
         return rehearsal
+
+
+def _run_checked(one: Pass, gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Run a pass and check what it returned and left behind.
+
+    Raises:
+        BrokenContract: no count, or 0 from a graph that changed.
+        IllegalGraph: a rule of `capture.spec`.
+    """
+    before = Snapshot.of(gm)
+    count = one.run(gm, ctx)
+    if type(count) is not int or count < 0:
+        raise BrokenContract(f"run returned {count!r}, not a number of rewrites")
+    if count:
+        check_graph(gm, before)
+        return count
+    changed = before.changed(gm)
+    if changed is not None:
+        raise BrokenContract(f"run returned 0 but changed {changed}")
+    return 0
+
+
+def _names(one: Pass) -> set[str]:
+    return {one.name, *one.provides}
+
+
+def _without_orphans(passes: Sequence[Pass], gone: Sequence[Pass]) -> tuple[list[Pass], list[tuple[Pass, str]]]:
+    """Those of `passes` that need nothing that only `gone` provides, and the others with what each lacks."""
+    kept: list[Pass] = []
+    orphans: list[tuple[Pass, str]] = []
+    lost = {name for p in gone for name in _names(p)}
+    for one in passes:
+        provided = {name for p in kept for name in _names(p)}
+        missing = [name for name in one.requires if name in lost and name not in provided]
+        if missing:
+            orphans.append((one, ", ".join(map(repr, missing))))
+            lost |= _names(one)
+        else:
+            kept.append(one)
+    return kept, orphans
 
 
 def insert_passes(order: tuple[Pass, ...], extra: Sequence[Pass], before: str | None) -> tuple[Pass, ...]:

@@ -307,22 +307,23 @@ class FuseAttention(Pass):
             try:
                 core = recognise(op)
                 ctx.recognise("attention")
-                self._rewrite(gm, core, causal, ctx)
+                rewrites += self._rewrite(gm, core, causal, ctx)
             except RefusedError as refusal:
                 ctx.declined(refusal.node, refusal.reason)
-                continue
-            rewrites += 1
         if rewrites:
             gm.recompile()
         return rewrites
 
-    def _rewrite(self, gm: fx.GraphModule, core: Core, causal: dict[Term, bool], ctx: PassContext) -> None:
+    def _rewrite(self, gm: fx.GraphModule, core: Core, causal: dict[Term, bool], ctx: PassContext) -> bool:
         place, plan = _plan(core, causal, ctx.training)
         writer = site.written_between(place)
         if writer is not None:
             raise RefusedError(core.output, f"{writer} writes to a tensor before the product with v")
         replacement = build.build(plan)
         proof.demand(place, replacement, training=ctx.training)
+        if not ctx.allow(core.output):
+            return False
         result = layout.keep_strides(site.splice(gm, place, replacement), core.output)
         core.output.replace_all_uses_with(result)
         site.erase(gm, place.nodes)
+        return True

@@ -196,22 +196,23 @@ class FuseRMSNorm(Pass):
             try:
                 norm = recognise(op)
                 ctx.recognise("rms_norm")
-                self._rewrite(gm, norm, ctx)
+                rewrites += self._rewrite(gm, norm, ctx)
             except RefusedError as refusal:
                 ctx.declined(refusal.node, refusal.reason)
-                continue
-            rewrites += 1
         if rewrites:
             gm.recompile()
         return rewrites
 
-    def _rewrite(self, gm: fx.GraphModule, norm: Norm, ctx: PassContext) -> None:
+    def _rewrite(self, gm: fx.GraphModule, norm: Norm, ctx: PassContext) -> bool:
         place = _check(norm)
         writer = site.written_between(place)
         if writer is not None:
             raise RefusedError(norm.output, f"{writer} writes to a tensor before the product with x")
         replacement = _build(norm)
         proof.demand(place, replacement, training=ctx.training)
+        if not ctx.allow(norm.output):
+            return False
         result = layout.keep_strides(site.splice(gm, place, replacement), norm.output)
         norm.output.replace_all_uses_with(result)
         site.erase(gm, place.nodes)
+        return True

@@ -29,7 +29,7 @@ class Canonicalize(Pass):
         removed = 0
         for node in list(gm.graph.nodes):
             source = _idle_dropout(node) or _idle_cast(node) or _second_copy(node) or _second_transpose(node)
-            if source is None:
+            if source is None or not ctx.allow(node):
                 continue
             node.replace_all_uses_with(source)
             gm.graph.erase_node(node)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo as dynamo
 import torch.fx.experimental._config as fx_config
+from torch._dynamo.types import ConvertFrameReturn
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
 _OPTIMIZE = inspect.signature(dynamo.eval_frame._optimize).parameters
@@ -39,7 +40,7 @@ def compile_options(recompile_limit: int, *, duck_shape: bool) -> Iterator[None]
         dynamo.config.patch(
             recompile_limit=recompile_limit, accumulated_recompile_limit=1024, skip_nnmodule_hook_guards=False
         ),
-        fx_config.patch(use_duck_shape=duck_shape and fx_config.use_duck_shape),
+        fx_config.patch(use_duck_shape=duck_shape and fx_config.use_duck_shape),  # type: ignore[attr-defined]
     ):
         yield
 
@@ -75,6 +76,49 @@ def runs_only_cached(result: Any) -> bool:
 def skip_reason(result: Any) -> str | None:
     """Why Dynamo skipped a frame; older versions do not say."""
     return result.skip_reason if hasattr(result, "skip_reason") else None
+
+
+class _Watched:
+    """Stands in front of the part of Dynamo whose errors it suppresses, and shows them to `see` on their way."""
+
+    def __init__(self, inner: Callable[..., Any], see: Callable[[Exception], None]) -> None:
+        self._inner = inner
+        self._see = see
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._inner(*args, **kwargs)
+        except Exception as error:
+            self._see(error)
+            raise
+
+
+def watch_suppressed(callback: Any, see: Callable[[Exception], None]) -> None:
+    """Call `see` with every error that ends a compilation under `callback`, also with those that Dynamo hides."""
+    converter = callback._torchdynamo_orig_backend
+    if hasattr(converter, "_inner_convert"):  # under fullgraph nothing is hidden, and there is no such layer
+        converter._inner_convert = _Watched(converter._inner_convert, see)
+
+
+def eager_this_once() -> Any:
+    """Dynamo's answer "run this frame as it is"; its next call is looked at again."""
+    answer = ConvertFrameReturn()
+    answer.apply_to_code = False
+    return answer
+
+
+def model_raised(error: Exception) -> bool:
+    """True where a compilation ended because the user's own code raises for these inputs."""
+    seen = isinstance(error.__cause__, dynamo.exc.ObservedException)
+    return seen or isinstance(error, (dynamo.exc.TorchRuntimeError, dynamo.exc.ObservedException))
+
+
+def capture_lock() -> Any:
+    """Dynamo's own lock, held around options that are set for one compilation: they are process-wide."""
+    return dynamo.convert_frame.compile_lock
 
 
 def symbol_sources(shape_env: Any, symbol: Any) -> list[Any]:

@@ -67,7 +67,7 @@ def check(
     for found in check_job(job, _names(only), _names(mode), [int(n) for n in _names(length)]):
         bad += not found.ok
         if as_json:
-            out.print_json(json.dumps(found.to_dict()))
+            print(json.dumps(found.to_dict()), flush=True)
         else:
             out.print(found)
     raise typer.Exit(1 if bad else 0)

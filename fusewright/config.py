@@ -19,7 +19,7 @@ VARIABLES: dict[str, str] = {
     "FUSEWRIGHT_SKIP_PASSES": "comma-separated pass names that never run",
     "FUSEWRIGHT_STRICT": "1: as strict=True for every optimize() that does not say",
     "FUSEWRIGHT_VERIFY": "off, first_call or always, for every optimize() that does not say",
-    "FUSEWRIGHT_STORE": "tuning store: a path of an SQLite file or a database URL",
+    "FUSEWRIGHT_STORE": "tuning store: a path of an SQLite file or a database URL (default: tuning.sqlite in the cache folder)",
 }
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -76,6 +76,10 @@ class Settings:
     verify: Verify
     store: str | None
 
+    def store_place(self) -> str:
+        """Path or URL of the tuning store: as set, else a file in the cache folder."""
+        return self.store or str(self.cache_dir / "tuning.sqlite")
+
 
 def _flag(name: str) -> bool:
     value = os.environ.get(name, "")
@@ -125,4 +129,6 @@ def writable_folder(folder: pathlib.Path, variable: str) -> pathlib.Path:
         with tempfile.NamedTemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise CacheFolderError(f"cannot write to {folder} ({error.strerror}); set {variable} to a writable folder.") from error
+        raise CacheFolderError(
+            f"cannot write to {folder} ({error.strerror}); set {variable} to a writable folder."
+        ) from error

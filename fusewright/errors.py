@@ -1,18 +1,18 @@
 """The exception tree a user can meet; our own bugs are assertions instead.
 
-    FusewrightError
-    +-- UserInputError (also ValueError)      an argument is wrong; nothing was changed
-    |   +-- DimsError                         inputs contradict `dims` or `buckets`
-    |   +-- UnknownNameError                  pass, lowering, option or variable not known ("did you mean")
-    +-- EnvironmentError_                     the machine or the stack does not fit
-    |   +-- UnsupportedTorchError             torch is older than the oldest supported
-    |   +-- CacheFolderError                  a folder cannot be written
-    |   +-- StoreVersionError                 the store was written by another version
-    +-- FallbackError                         strict=True and something would have run slower than asked
-    |   +-- RecompileLimitError               Dynamo gave a frame up
-    |   +-- PassFailedError                   a pass raised or left an illegal graph
-    |   +-- VerificationError                 a lowering disagrees with eager
-    +-- CaptureError                          the step cannot be captured as one graph (TrainStep)
+FusewrightError
++-- UserInputError (also ValueError)      an argument is wrong; nothing was changed
+|   +-- DimsError                         inputs contradict `dims` or `buckets`
+|   +-- UnknownNameError                  pass, lowering, option or variable not known ("did you mean")
++-- EnvironmentError_                     the machine or the stack does not fit
+|   +-- UnsupportedTorchError             torch is older than the oldest supported
+|   +-- CacheFolderError                  a folder cannot be written
+|   +-- StoreVersionError                 the store was written by another version
++-- FallbackError                         strict=True and something would have run slower than asked
+|   +-- RecompileLimitError               Dynamo gave a frame up
+|   +-- PassFailedError                   a pass raised or left an illegal graph
+|   +-- VerificationError                 a lowering disagrees with eager
++-- CaptureError                          the step cannot be captured as one graph (TrainStep)
 """
 
 from __future__ import annotations

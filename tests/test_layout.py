@@ -19,7 +19,7 @@ OUTSIDE_THE_WHEEL = ("benchmarks", "examples", "tests")
 
 # A module imports from its own level and from those before it. `fusewright` is the facade, fusewright/__init__.py.
 LEVELS = (
-    ("errors", "config", "numerics", "trees", "workload"),
+    ("errors", "config", "numerics", "trees", "workload", "job_file"),
     ("costs",),
     ("capture",),
     ("passes",),
@@ -27,6 +27,7 @@ LEVELS = (
     ("pipeline",),
     ("runtime",),
     ("autotune",),
+    ("bench",),
     ("parallel",),
     ("installation",),
     ("report", "testing", "tools"),

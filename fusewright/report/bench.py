@@ -12,9 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from fusewright.autotune.suite import Row, Suite, append_rows, plan_cells, read_rows
 from fusewright.autotune.timing import Plan
 from fusewright.autotune.trial import Progress as Step
+from fusewright.bench.cells import Row, Suite, append_rows, plan_cells, read_rows
 from fusewright.errors import UserInputError
 
 SUITE = "benchmarks.workloads:COMPARABLE"
@@ -55,7 +55,7 @@ def run_bench(
                 bar.update(task, description=f"{bar.tasks[0].description.split(' | ')[0]} | {step.subject}")
 
         suite = Suite(plan=Plan(budget_s=budget_s, most_pairs=max(most_pairs, 3)), progress=tell)
-        for cell_rows in suite.run(cells, done):
+        for cell_rows in suite.run(cells, sorted(done)):
             rows.append(cell_rows)
             if output is not None:
                 append_rows(output, [cell_rows])
@@ -65,20 +65,23 @@ def run_bench(
 
 def table(rows: Sequence[Row]) -> Group:
     """One line a cell and provider, then the geometric mean of fusewright's ratios over families."""
-    drawn = Table("workload", "mode", "bucket", "provider", "ms", "vs compile", "95 % interval", "verdict", "accurate",
-                  "rewritten, verified", show_edge=False)  # fmt: skip
+    drawn = Table(
+        "cell", "provider", "ms", "against torch.compile", "verdict", "accurate", "rewritten, verified", show_edge=False
+    )
     last = ""
     for row in rows:
-        first = row["cell"] != last
+        cell = row["cell"] if row["cell"] != last else ""
         last = row["cell"]
-        head = (row["workload"], row["mode"], row["bucket"]) if first else ("", "", "")
-        ratio = f"{row['ratio_vs_compile']:.3f}x" if row.get("ratio_vs_compile") else "-"
-        high = row.get("ci_high")
-        interval = f"{row['ci_low']:.3f} to {high:.3f}" if row.get("ci_low") is not None and high else "-"
-        drawn.add_row(
-            *head, row["provider"], _ms(row), ratio, interval, row.get("verdict", ""), _accuracy(row), _work(row)
-        )
+        drawn.add_row(cell, row["provider"], _ms(row), _ratio(row), row.get("verdict", ""), _accuracy(row), _work(row))
     return Group(drawn, Text(summary(rows)))
+
+
+def _ratio(row: Row) -> str:
+    if not row.get("ratio_vs_compile"):
+        return "-"
+    high = row["ci_high"]
+    interval = f"{row['ci_low']:.3f} to {high:.3f}" if high is not None else "no interval: too few pairs"
+    return f"{row['ratio_vs_compile']:.3f}x ({interval})"
 
 
 def _ms(row: Row) -> str:
@@ -104,10 +107,10 @@ def summary(rows: Sequence[Row]) -> str:
     """Geometric mean of ratios against torch.compile: over a family's cells first, then over families."""
     families: dict[str, list[float]] = {}
     for row in rows:
-        if row["provider"] == "fusewright" and row.get("ratio_vs_compile") and row.get("accuracy") is True:
+        if row["provider"] == "fusewright" and row.get("verdict") != "undecided" and row.get("accuracy") is True:
             families.setdefault(f"{row['family']} {row['mode']}", []).append(math.log(row["ratio_vs_compile"]))
     if not families:
-        return "no accurate, timed cell"
+        return "no cell is both accurate and decided"
     means = {name: sum(logs) / len(logs) for name, logs in families.items()}
     parts = ", ".join(f"{name} {math.exp(mean):.3f}x" for name, mean in sorted(means.items()))
     return f"geometric mean against torch.compile: {math.exp(sum(means.values()) / len(means)):.3f}x ({parts})"

@@ -12,8 +12,8 @@ from rich.text import Text
 from torch import nn
 
 from fusewright.autotune.jobs import load
-from fusewright.autotune.rivals import OPTIMIZE
-from fusewright.autotune.suite import SuiteCell, plan_cells
+from fusewright.bench.cells import SuiteCell, plan_cells
+from fusewright.bench.rivals import OPTIMIZE
 from fusewright.capture.record import Record
 from fusewright.job_file import resolve
 from fusewright.numerics import TreeComparison, compare_trees
@@ -49,8 +49,20 @@ class Checked:
         return self.comparison.ok
 
     def to_dict(self) -> dict[str, Any]:
-        """Verdict and leaves."""
-        return {"title": self.title, **self.comparison.to_dict()}
+        """Verdict, reason, worst leaf and failing leaves, and what was rewritten and fell back."""
+        worst = self.comparison.worst
+        told = self.explanation.data
+        return {
+            "title": self.title,
+            "ok": self.ok,
+            "reason": self.comparison.reason,
+            "leaves": len(self.comparison.leaves),
+            "worst": None if worst is None else worst.to_dict(),
+            "failing": [leaf.to_dict() for leaf in self.comparison.leaves if not leaf.ok][:5],
+            "rewrites": told["rewrites"],
+            "fallbacks": told["fallbacks"],
+            "torch": torch.__version__,
+        }
 
     def __rich__(self) -> Text:
         worst = self.comparison.worst

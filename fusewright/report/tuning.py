@@ -13,8 +13,8 @@ from rich.table import Table
 from fusewright.autotune.jobs import TuningJob, workload_job
 from fusewright.autotune.search import BUDGETS, CellResult, Tuner, tune
 from fusewright.autotune.store import TuningStore
-from fusewright.autotune.suite import plan_cells
 from fusewright.autotune.trial import Progress as Step
+from fusewright.bench.cells import plan_cells
 from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant
 from fusewright.config import Effort, read_settings, to_enum
 from fusewright.errors import UserInputError

@@ -22,9 +22,11 @@ from fusewright.autotune.worker import DEFAULT_LIMITS, Limits, Worker
 from fusewright.errors import unknown_name
 from fusewright.job_file import load_workloads, source_of
 
-SUBJECT = "fusewright.autotune.rivals:RivalSubject"
+SUBJECT = "fusewright.bench.rivals:RivalSubject"
 MODES = ("inference", "training")
 CANDIDATES = ("eager", "fusewright")
+
+SUITE_PLAN = Plan(budget_s=120.0, most_pairs=4)
 
 Row = dict[str, Any]
 
@@ -88,7 +90,7 @@ class Suite:
         progress: told what is going on.
     """
 
-    plan: Plan = Plan(budget_s=120.0, most_pairs=4)
+    plan: Plan = SUITE_PLAN
     limits: Limits = DEFAULT_LIMITS
     threads: int | None = None
     candidates: tuple[str, ...] = CANDIDATES
@@ -123,7 +125,7 @@ class Suite:
             }
             built = measured.built.get(BASELINE if name == "compile" else name)
             row["warm_s"] = None if built is None else round(built.first_step_s, 3)
-            row |= {k: v for k, v in (built.facts if built is not None else {}).items()}
+            row |= dict(built.facts) if built is not None else {}
             if name == "compile":
                 row["median_ms"] = round(finished[0].baseline_s * 1e3, 4) if finished else None
                 row["failure"] = None if measured.baseline_failure is None else str(measured.baseline_failure)

@@ -10,13 +10,14 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from fusewright.autotune.jobs import LEARNING_RATE
+from fusewright.autotune.jobs import LEARNING_RATE, load
 from fusewright.autotune.trial import Role
 from fusewright.errors import unknown_name
 from fusewright.job_file import resolve
 from fusewright.workload import observe
 
-OPTIMIZE = "fusewright.api:optimize"  # named, not imported: the tuner comes before the public API
+OPTIMIZE = "fusewright.api:optimize"  # named, not imported: this comes before the public API
+EXPLAIN = "fusewright.api:explain"
 
 
 class RivalSubject:
@@ -54,9 +55,7 @@ class RivalSubject:
             "breaks": int(sum(counters["graph_break"].values())),
         }
         if self.provider == "fusewright":
-            import fusewright
-
-            told = fusewright.explain(self.model).to_dict()
+            told = load(EXPLAIN)(self.model).to_dict()
             facts |= {k: told[k] for k in ("rewrites", "recognised", "fallbacks", "verified", "recompiles", "seconds")}
         return facts
 
@@ -85,8 +84,6 @@ def _compile(subject: RivalSubject, model: nn.Module) -> nn.Module:
 
 
 def _fusewright(subject: RivalSubject, model: nn.Module) -> nn.Module:
-    from fusewright.autotune.jobs import load
-
     optimize = load(OPTIMIZE)
     workload = subject.workload
     name = workload.length_name

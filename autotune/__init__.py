@@ -1,1 +1,1 @@
-"""autotune"""
+"""Measures whole variants, gates them by accuracy, and remembers the evidence."""

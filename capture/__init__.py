@@ -1,1 +1,1 @@
-"""capture"""
+"""From a model to graphs: Dynamo, whole training steps, shapes, fingerprints, variants."""

@@ -1,1 +1,1 @@
-"""fusion"""
+"""Fused operators, their kernels, and the matchers that put them into graphs."""

@@ -1,1 +1,1 @@
-"""passes"""
+"""Rewrites of a graph, one a file; base.py holds the contract."""

@@ -1,1 +1,1 @@
-"""fusewright/report"""
+"""What a person reads: explanations, benchmark tables, tuning decisions."""

@@ -1,1 +1,1 @@
-"""fusewright/runtime"""
+"""Turns captured graphs into callables: dispatch by bucket, lowering, verification, CUDA graphs."""

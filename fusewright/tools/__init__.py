@@ -1,1 +1,1 @@
-"""fusewright/tools"""
+"""Tools for whoever writes passes: tester, bisection, minifier, scaffold, replay."""

@@ -1,1 +1,1 @@
-"""Triton kernels, one operator a file under the operator's name, and their ahead-of-time compilation."""
+"""Triton kernels, one operator a file, and the compiler that reads their machine code."""

@@ -1,1 +1,1 @@
-"""fusion/match"""
+"""Recognises what a subgraph means, by data flow, and proves each replacement."""

@@ -1,1 +1,1 @@
-"""Operators of the `fusewright::` namespace: schema, shape rule, CPU and CUDA implementation, autograd."""
+"""Fused operators: schema, fake, reference, autograd."""

@@ -1,1 +1,1 @@
-"""passes/cleanup"""
+"""Exact rewrites that make later matching simpler."""

@@ -1,0 +1,86 @@
+"""Cold and warm start of fusewright against torch.compile: first step in a new process, with an empty and a full cache.
+
+    python -m benchmarks.compile_time --only mlp,bert --repeats 3 --output benchmarks/results/MACHINE/compile_time.jsonl
+
+Each repeat gets a cache folder of its own for each side; the sides take turns, and the ratio is taken inside a repeat.
+First-call verification is part of the cold first step and is printed apart, as `verify_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import tempfile
+from typing import Any
+
+import torch
+
+from benchmarks.workloads import COMPARABLE
+from fusewright.autotune.trial import Failure
+from fusewright.autotune.worker import Worker
+from fusewright.bench.cells import SuiteCell, append_rows, plan_cells
+
+SIDES = ("compile", "fusewright")
+
+
+def start(cell: SuiteCell, side: str, folder: pathlib.Path) -> dict[str, Any]:
+    """First step of `side` in a new process whose caches lie in `folder`; seconds, and what of it was verification."""
+    env = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "FUSEWRIGHT_CACHE_DIR": str(folder / "fusewright"),
+    }
+    with Worker(cell.provider(side), env=env) as worker:
+        built = worker.build()
+    if isinstance(built, Failure):
+        raise SystemExit(f"{cell.name} {side}: {built}")
+    seconds = dict(built.facts).get("seconds", {})
+    return {"first_step_s": built.first_step_s, "verify_s": seconds.get("verify", 0.0)}
+
+
+def measure(cell: SuiteCell, repeats: int) -> dict[str, Any]:
+    """Median ratios over `repeats`, cold and warm, with verification left out."""
+    ratios: dict[str, list[float]] = {"cold": [], "warm": []}
+    seconds: dict[str, list[float]] = {}
+    for repeat in range(repeats):
+        with tempfile.TemporaryDirectory() as root:
+            order = SIDES if repeat % 2 == 0 else SIDES[::-1]
+            for phase in ("cold", "warm"):
+                found = {side: start(cell, side, pathlib.Path(root) / side) for side in order}
+                net = {side: s["first_step_s"] - s["verify_s"] for side, s in found.items()}
+                ratios[phase].append(net["fusewright"] / net["compile"])
+                for side in SIDES:
+                    seconds.setdefault(f"{side}_{phase}_s", []).append(net[side])
+                seconds.setdefault(f"verify_{phase}_s", []).append(found["fusewright"]["verify_s"])
+    row: dict[str, Any] = {"cell": cell.name, "repeats": repeats, "torch": torch.__version__}
+    row |= {f"{phase}_ratio": round(statistics.median(values), 3) for phase, values in ratios.items()}
+    row |= {f"{phase}_ratios": [round(v, 3) for v in values] for phase, values in ratios.items()}
+    return row | {name: round(statistics.median(values), 2) for name, values in seconds.items()}
+
+
+def main() -> None:
+    """Measure the cells and print one JSON line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(COMPARABLE), help="comma-separated workloads")
+    parser.add_argument("--mode", default="inference,training")
+    parser.add_argument("--length", type=int, help="default: the smallest of each workload")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=pathlib.Path)
+    options = parser.parse_args()
+    lengths = [options.length] if options.length else []
+    cells = plan_cells("benchmarks.workloads:COMPARABLE", options.only.split(","), options.mode.split(","), lengths)
+    seen: set[tuple[str, str]] = set()
+    for cell in cells:
+        if (cell.workload, cell.mode) in seen:
+            continue
+        seen.add((cell.workload, cell.mode))
+        row = measure(cell, options.repeats)
+        print(json.dumps(row), flush=True)
+        if options.output is not None:
+            append_rows(options.output, [row])
+
+
+if __name__ == "__main__":
+    main()

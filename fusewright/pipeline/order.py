@@ -9,11 +9,13 @@ from fusewright.passes.cleanup.canonicalize import Canonicalize
 from fusewright.passes.comm.bucket_collectives import BucketCollectives
 
 ORDER: tuple[Pass, ...] = (
-    # First: an idle dropout between softmax and the second matmul would hide an attention from its matcher.
+    # Before both matchers: an idle dropout on the scores hides an attention from its matcher, and an idle cast before
+    # the square (`x.float()` of a float32 x) a normalization.
     Canonicalize(),
-    # Before attention: a norm of queries and keys is then one node to look through, not six.
+    # Either way round with attention: each takes the other's output for a plain tensor.
     FuseRMSNorm(),
     FuseAttention(),
-    # Last: it sees the collectives of forward and backward only after the joint graph is split.
+    # Of a later stage, where the collectives of forward and backward are in the graph; passes of one stage never meet
+    # those of another, so its place here binds nothing.
     BucketCollectives(),
 )

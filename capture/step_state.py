@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,8 +101,7 @@ class ModuleState:
                     settings.append((name, Same(value)))
             described.append(tuple(settings))
         named = dict(self._module.named_parameters())
-        parameters: list[Tensor] = list(named.values())
-        names = list(named)
+        parameters, names = cast(list[Tensor], list(named.values())), list(named)
         known = {id(parameter) for parameter in parameters}
         for group in self._optimizer.param_groups:
             extra = [parameter for parameter in group["params"] if id(parameter) not in known]

@@ -19,7 +19,7 @@ VARIABLES: dict[str, str] = {
     "FUSEWRIGHT_SKIP_PASSES": "comma-separated pass names that never run",
     "FUSEWRIGHT_STRICT": "1: as strict=True for every optimize() that does not say",
     "FUSEWRIGHT_VERIFY": "off, first_call or always, for every optimize() that does not say",
-    "FUSEWRIGHT_STORE": "tuning store: a path of an SQLite file or a database URL (default: tuning.sqlite in the cache folder)",
+    "FUSEWRIGHT_STORE": "tuning store: path of an SQLite file, or a database URL (default tuning.sqlite in the cache folder)",
 }
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -109,8 +109,8 @@ def read_settings() -> Settings:
     cache = os.environ.get("FUSEWRIGHT_CACHE_DIR", "") or str(pathlib.Path.home() / ".cache" / "fusewright")
     return Settings(
         disabled=_flag("FUSEWRIGHT_DISABLE"),
-        cache_dir=pathlib.Path(cache),
-        dump_dir=pathlib.Path(dump) if dump else None,
+        cache_dir=pathlib.Path(cache).expanduser(),
+        dump_dir=pathlib.Path(dump).expanduser() if dump else None,
         skip_passes=frozenset(s.strip() for s in skip.split(",") if s.strip()),
         strict=_flag("FUSEWRIGHT_STRICT"),
         verify=to_enum(Verify, os.environ.get("FUSEWRIGHT_VERIFY", "") or "first_call", "FUSEWRIGHT_VERIFY"),

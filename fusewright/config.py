@@ -19,7 +19,7 @@ VARIABLES: dict[str, str] = {
     "FUSEWRIGHT_SKIP_PASSES": "comma-separated pass names that never run",
     "FUSEWRIGHT_STRICT": "1: as strict=True for every optimize() that does not say",
     "FUSEWRIGHT_VERIFY": "off, first_call or always, for every optimize() that does not say",
-    "FUSEWRIGHT_STORE": "tuning store: path of an SQLite file, or a database URL (default tuning.sqlite in the cache folder)",
+    "FUSEWRIGHT_STORE": "SQLite file or database URL of the tuning store (default tuning.sqlite in the cache folder)",
 }
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -92,7 +92,7 @@ def _warn_unknown() -> None:
     for name in sorted(os.environ):
         if name.startswith("FUSEWRIGHT_") and name not in VARIABLES:
             warnings.warn(
-                f"environment variable {name} is not known to fusewright and is ignored.{did_you_mean(name, VARIABLES)}",
+                f"environment variable {name} is not known to fusewright, so ignored.{did_you_mean(name, VARIABLES)}",
                 stacklevel=3,
             )
 

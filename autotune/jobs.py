@@ -17,10 +17,9 @@ from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant
 from fusewright.errors import UserInputError
 from fusewright.job_file import resolve
-from fusewright.workload import Workload, observe
+from fusewright.workload import Workload, observe_step
 
 OPTIMIZE = "fusewright.api:optimize_with"  # named, not imported: a job comes before the public API
-LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,50 @@ def load(source: str) -> Any:
         raise UserInputError(f"{source!r} names nothing that can be imported: {error}.") from error
 
 
-class WorkloadSubject:
-    """One workload at one length and in one mode, optimized by one variant; lives in a worker process."""
+class StepSubject:
+    """One workload at one length and in one mode; lives in a worker process. A subclass makes `model` from `eager`.
+
+    A training step is forward, loss, backward and cleared gradients: the optimizer is the same for all and left out.
+    """
+
+    model: torch.nn.Module
+
+    def __init__(self, source: str, length: int, training: bool, device: str = "cpu") -> None:
+        found = load(source)
+        self.workload: Workload = found if isinstance(found, Workload) else found()
+        self.length, self.training, self.device = length, training, torch.device(device)
+        self.eager = self.workload.build(training=training).to(self.device)
+        self.start = {name: value.clone() for name, value in self.eager.state_dict().items()}
+        args, kwargs = self.workload.make_inputs(length)
+        self.args: tuple[Any, ...] = self._moved(args)
+        self.kwargs: dict[str, Any] = self._moved(kwargs)
+
+    def _moved(self, inputs: Any) -> Any:
+        return tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
+
+    def step(self) -> None:
+        """One inference or training step."""
+        if not self.training:
+            with torch.no_grad():
+                self.model(*self.args, **self.kwargs)
+        else:
+            self.workload.scalar_loss(self.model(*self.args, **self.kwargs)).backward()
+            self.model.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def outputs(self, seed: int, role: Role) -> dict[str, Any]:
+        """Outputs, buffers, and in training loss, gradients and the parameters after one step of plain descent."""
+        if role is Role.FLOAT64:
+            model = copy.deepcopy(self.eager).double()
+        else:
+            model = self.model if role is Role.CANDIDATE else self.eager
+        model.load_state_dict(self.start)
+        return observe_step(self.workload, model, self.length, seed, training=self.training)
+
+
+class WorkloadSubject(StepSubject):
+    """A workload optimized by one variant."""
 
     def __init__(
         self,
@@ -113,39 +154,18 @@ class WorkloadSubject:
         device: str = "cpu",
         optimize: str = OPTIMIZE,
     ) -> None:
-        found = load(source)
-        self.workload: Workload = found if isinstance(found, Workload) else found()
-        self.length, self.training, self.device = length, training, torch.device(device)
+        super().__init__(source, length, training, device)
         self.variant = GraphVariant.from_json(variant)
         self.keys: dict[str, dict[str, Any]] = {}
-        self.eager = self.workload.build(training=training).to(self.device)
-        self.start = {name: value.clone() for name, value in self.eager.state_dict().items()}
         optimize_with: Callable[..., torch.nn.Module] = load(optimize)
         self.model = optimize_with(
             copy.deepcopy(self.eager), choose=self._choose, dims=self.workload.dims, buckets=buckets, verify="off"
         )
-        args, kwargs = self.workload.make_inputs(length)
-        self.args: tuple[Any, ...] = self._moved(args)
-        self.kwargs: dict[str, Any] = self._moved(kwargs)
-
-    def _moved(self, inputs: Any) -> Any:
-        return tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
 
     def _choose(self, fingerprint: str, bucket: ShapeBucket) -> GraphVariant:
         key = TuningKey(fingerprint, bucket, KeyContext.current(self.device))
         self.keys[key.digest()] = key.to_dict()
         return self.variant
-
-    def step(self) -> None:
-        """Forward pass, in training also loss, backward and cleared gradients."""
-        if not self.training:
-            with torch.no_grad():
-                self.model(*self.args, **self.kwargs)
-        else:
-            self.workload.scalar_loss(self.model(*self.args, **self.kwargs)).backward()
-            self.model.zero_grad(set_to_none=True)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def facts(self) -> dict[str, Any]:
         """The keys that the backend asked for so far.
@@ -156,17 +176,3 @@ class WorkloadSubject:
         if not self.keys:
             raise RuntimeError(f"no graph of {self.workload.name} was captured, so no variant runs in it")
         return {"keys": list(self.keys.values())}
-
-    def outputs(self, seed: int, role: Role) -> dict[str, Any]:
-        """Outputs, buffers, and in training loss, gradients and the parameters after one step of plain descent."""
-        if role is Role.FLOAT64:
-            model = copy.deepcopy(self.eager).double()
-        else:
-            model = self.model if role is Role.CANDIDATE else self.eager
-        model.load_state_dict(self.start)
-        seen = observe(self.workload, model, self.length, seed, training=self.training)
-        if self.training:
-            torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-            seen["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
-            model.zero_grad(set_to_none=True)
-        return seen

@@ -66,6 +66,9 @@ class StoredPlan:
         if self._source is None:
             self._reason = "no tuning store is set"
             return
+        if isinstance(self._source, (str, os.PathLike)) and not _may_exist(self._source):
+            self._reason = f"no tuning store at {self._source}"
+            return
         # Loaded only where there is a store: the database library takes 0.3 s.
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -102,6 +105,11 @@ def choose_from(
     if isinstance(context, KeyContext):
         return StoredPlan(store, lambda: context)
     return StoredPlan(store, context)
+
+
+def _may_exist(place: str | os.PathLike[str]) -> bool:
+    """False for a file that is missing; a URL is asked only when it is opened."""
+    return "://" in os.fspath(place) or os.path.exists(place)
 
 
 def _first_line(error: Exception) -> str:

@@ -29,8 +29,9 @@ from fusewright.passes.base import Pass
 from fusewright.report.explain import Explanation, explain_record
 from fusewright.runtime.backend import FusewrightBackend
 from fusewright.runtime.fragment import Choose, Services
+from fusewright.runtime.train_step import TrainStep
 
-__all__ = ["Optimizer", "backend", "disabled", "explain", "optimize", "optimize_with", "record_of"]
+__all__ = ["Optimizer", "TrainStep", "backend", "disabled", "explain", "optimize", "optimize_with", "record_of"]
 
 OLDEST_TORCH = (2, 11)
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -50,10 +51,9 @@ def optimize(
     passes: Sequence[Pass] = (),
     before: str | None = None,
 ) -> _T:
-    """Optimize a module in place, or return an optimized version of a function.
+    """Optimize a module in place, or return an optimized version of a function; the first call compiles.
 
     A module keeps its identity: same object, class, parameters and `state_dict` keys; only its call is replaced.
-    Nothing is compiled before the first call.
 
     Args:
         model: an `nn.Module` or a function of tensors.
@@ -63,7 +63,7 @@ def optimize(
         numerics: "exact", "reassociated" (default) or "lossy": the loosest tier of *our* rewrites; Inductor itself is
             not bitwise equal to eager under any setting.
         effort: "none"; tuning inside the process is not offered, use `fusewright tune`.
-        store: tuning store (path or URL) whose winners are used; default `FUSEWRIGHT_STORE`, else the defaults.
+        store: tuning store (path or URL) whose winners are used; default: where `fusewright tune` writes.
         strict: raise where anything would fall back (default `FUSEWRIGHT_STRICT`).
         verify: "first_call" (default), "always" or "off": when a lowered graph is compared with eager.
         frozen_weights: promise that parameters do not change while this model infers.
@@ -73,9 +73,8 @@ def optimize(
         `model` itself for a module, a new callable for a function.
 
     Raises:
-        UserInputError: an argument is wrong; the model is left as it was.
-        UnsupportedTorchError: torch is too old.
-        CacheFolderError: the cache folder cannot be written.
+        UserInputError: an argument is wrong; UnsupportedTorchError: torch is too old; CacheFolderError: the cache
+            folder cannot be written. In each case the model is left as it was.
     """
     _check_torch()
     settings = config.read_settings()
@@ -86,7 +85,7 @@ def optimize(
         dims=checked,
         buckets=check_buckets(buckets, checked),
         numerics=to_enum(Numerics, numerics, "numerics"),
-        store=str(store) if store is not None else settings.store,
+        store=str(store) if store is not None else settings.store_place(),
         strict=settings.strict if strict is None else strict,
         verify=settings.verify if verify is None else to_enum(Verify, verify, "verify"),
         frozen_weights=frozen_weights,
@@ -155,7 +154,7 @@ def explain(model: Any) -> Explanation:
 @functools.cache
 def _default_services() -> Services:
     settings = config.read_settings()
-    options = Options(store=settings.store, strict=settings.strict, verify=settings.verify)
+    options = Options(store=settings.store_place(), strict=settings.strict, verify=settings.verify)
     return services_of(Record(), options, settings)
 
 

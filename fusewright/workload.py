@@ -18,6 +18,7 @@ from fusewright.trees import cast_floats
 
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
+LEARNING_RATE = 1e-3  # of the one step of descent that `observe_step` takes
 ADVERSARIAL_SEED = 2**31 - 1
 """Passed as `seed` to `Workload.inputs` where a hostile draw is wanted: large magnitudes, masked rows, empty segments.
 
@@ -239,4 +240,17 @@ def observe(workload: Workload, model: nn.Module, length: int, seed: int = 0, *,
                 if isinstance(value, Tensor) and value.requires_grad
             }
     seen["buffers"] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return seen
+
+
+def observe_step(workload: Workload, model: nn.Module, length: int, seed: int = 0, *, training: bool) -> dict[str, Any]:
+    """`observe`, and for a training step also `parameters` {name: copy} after one step of plain gradient descent.
+
+    The gradients of the parameters are cleared afterwards.
+    """
+    seen = observe(workload, model, length, seed, training=training)
+    if training:
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+        seen["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
     return seen

@@ -18,9 +18,7 @@ from fusewright.capture.record import Record
 from fusewright.job_file import resolve
 from fusewright.numerics import TreeComparison, compare_trees
 from fusewright.report.explain import Explanation, explain_record
-from fusewright.workload import Workload, observe
-
-LEARNING_RATE = 1e-3
+from fusewright.workload import Workload, observe, observe_step
 
 
 @dataclass(frozen=True)
@@ -111,18 +109,10 @@ def check_job(job: str, only: Sequence[str], modes: Sequence[str], lengths: Sequ
         eager = workload.build(training=training)
         model = _optimized(workload, eager, verify="off")  # what is compared here must not be what verification fell to
         wide = copy.deepcopy(eager).double()
-        expected, found = (_after_step(workload, m, cell.length, training=training) for m in (eager, model))
+        expected, found = (observe_step(workload, m, cell.length, training=training) for m in (eager, model))
 
         def reference(wide: nn.Module = wide, cell: SuiteCell = cell, training: bool = training) -> dict[str, Any]:
-            return _after_step(resolve(cell.source), wide, cell.length, training=training)
+            return observe_step(resolve(cell.source), wide, cell.length, training=training)
 
         comparison = compare_trees(found, expected, reference, training=training)
         yield Checked(cell.name, comparison, explain_record(_record(model)))
-
-
-def _after_step(workload: Workload, model: nn.Module, length: int, *, training: bool) -> dict[str, Any]:
-    seen = observe(workload, model, length, training=training)
-    if training:
-        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-        seen["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return seen

@@ -53,7 +53,7 @@ def optimize(
 ) -> _T:
     """Optimize a module in place, or return an optimized version of a function; the first call compiles.
 
-    A module keeps its identity: same object, class, parameters and `state_dict` keys; only its call is replaced.
+    A module stays the same object with the same class, parameters and `state_dict` keys; only its call is replaced.
 
     Args:
         model: an `nn.Module` or a function of tensors.
@@ -74,7 +74,7 @@ def optimize(
 
     Raises:
         UserInputError: an argument is wrong; UnsupportedTorchError: torch is too old; CacheFolderError: the cache
-            folder cannot be written. In each case the model is left as it was.
+            folder cannot be written. The model is then left as it was.
     """
     _check_torch()
     settings = config.read_settings()
@@ -92,12 +92,11 @@ def optimize(
         passes=tuple(passes),
         before=before,
     )
-    if settings.disabled:
-        return model
-    if isinstance(model, torch.nn.Module):
+    if not settings.disabled and not isinstance(model, torch.nn.Module):
+        return install_function(model, options, settings)  # type: ignore[return-value]
+    if not settings.disabled:
         install(model, options, settings)
-        return model
-    return install_function(model, options, settings)  # type: ignore[return-value]
+    return model
 
 
 def _signature(model: Any) -> inspect.Signature:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,14 +35,17 @@ def compile_options(recompile_limit: int, *, duck_shape: bool) -> Iterator[None]
 
     - recompile limit: see `frontend.RECOMPILE_LIMIT`.
     - hook guards: torch leaves them out, so a forward hook added later to a submodule would silently not run.
+    - warnings: torch hides one of its own while it looks at tensors, but not from a program that makes warnings errors.
     - duck shaping: torch gives two sizes that are equal today one symbol; wrong for two names that differ tomorrow.
     """
     with (
+        warnings.catch_warnings(),
         dynamo.config.patch(
             recompile_limit=recompile_limit, accumulated_recompile_limit=1024, skip_nnmodule_hook_guards=False
         ),
         fx_config.patch(use_duck_shape=duck_shape and fx_config.use_duck_shape),  # type: ignore[attr-defined]
     ):
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
 
 
@@ -117,8 +121,18 @@ def model_raised(error: Exception) -> bool:
 
 
 def capture_lock() -> Any:
-    """Dynamo's own lock, held around options that are set for one compilation: they are process-wide."""
+    """Dynamo's own lock.
+
+    Held around options that are set for one compilation, which are process-wide, and around lowering: tracing in one
+    thread meets the patches that AOTAutograd puts on `nn.Module` in another, and takes the model for faulty.
+    """
     return dynamo.convert_frame.compile_lock
+
+
+def has_matching_entry(frame: Any) -> bool:
+    """True where the cache holds code for this frame by now: another thread compiled it while this one waited."""
+    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(frame.f_code)
+    return any(entry.guard_manager.check(frame.f_locals) for entry in entries)
 
 
 def symbol_sources(shape_env: Any, symbol: Any) -> list[Any]:

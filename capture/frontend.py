@@ -40,19 +40,40 @@ class FrameInfo:
         sizes: current size of each named dimension of the call in progress.
         sources: (argument source, dimension) -> name, exact for the root frame only.
         where: file:line of the frame.
+        error: what ended the compilation, also where Dynamo hides it.
     """
 
     sizes: Mapping[str, int]
     sources: Mapping[tuple[str, int], str]
     where: str
+    error: Exception | None = None
+
+
+class UncapturedError(FallbackError):
+    """Under strict: a graph could not be captured, perhaps because the model itself raises; running it will tell."""
+
+
+class CallAgainError(Exception):
+    """Another thread compiled the frame while this one waited; nothing of the call has run yet."""
 
 
 class _Active(threading.local):
     def __init__(self) -> None:
         self.stack: list[FrameInfo] = []
+        self.insists = False
 
 
 _ACTIVE = _Active()
+
+
+@contextlib.contextmanager
+def second_try() -> Iterator[None]:
+    """Inside the block, a frame of this thread that Dynamo's cache misses is compiled and not called again."""
+    _ACTIVE.insists = True
+    try:
+        yield
+    finally:
+        _ACTIVE.insists = False
 
 
 def current_frame() -> FrameInfo | None:
@@ -94,6 +115,7 @@ class FrontEnd:
         entry.__code__ = entry.__code__.replace(co_name=f"optimized_{name}")
         self.root_code = entry.__code__
         context = compat.optimize_context(self.backend, fullgraph=self.strict)
+        compat.watch_suppressed(context.callback, _note_error)
         context.callback = _Hook(self, context.callback)
         compiled: Callable[..., Any] = context(entry)
         return compiled
@@ -153,17 +175,42 @@ class _Hook:
             return self.inner(frame, cache_entry, frame_state)
         where = f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})"
         info = self._mark(frame, where)
-        breaks_before = Counter(dynamo.utils.counters["graph_break"])
-        _ACTIVE.stack.append(info)
-        try:
-            with compat.compile_options(RECOMPILE_LIMIT, duck_shape=len(set(info.sizes.values())) == len(info.sizes)):
-                result = self.inner(frame, cache_entry, frame_state)
-        except Exception as error:
-            raise self._explained(error, where) from error
-        finally:
-            _ACTIVE.stack.pop()
-        self._count(frame, result, where, Counter(dynamo.utils.counters["graph_break"]) - breaks_before)
+        duck_shape = len(set(info.sizes.values())) == len(info.sizes)
+        with compat.capture_lock():
+            if code is self.front.root_code and not _ACTIVE.insists and compat.has_matching_entry(frame):
+                raise CallAgainError
+            breaks_before = Counter(dynamo.utils.counters["graph_break"])
+            _ACTIVE.stack.append(info)
+            try:
+                with compat.compile_options(RECOMPILE_LIMIT, duck_shape=duck_shape):
+                    result = self.inner(frame, cache_entry, frame_state)
+            except Exception as error:
+                if not self.front.strict and compat.model_raised(error):
+                    return self._runs_this_once(error, where)
+                explained = self._explained(error, where)
+                if explained is error:
+                    raise
+                raise explained from error
+            finally:
+                _ACTIVE.stack.pop()
+            breaks = Counter(dynamo.utils.counters["graph_break"]) - breaks_before
+        if result.guarded_code is None and info.error is not None:
+            if compat.model_raised(info.error):
+                return self._runs_this_once(info.error, where)
+            if isinstance(self._explained(info.error, where), DimsError):
+                raise self._explained(info.error, where) from info.error
+        self._count(frame, result, info, breaks)
         return result
+
+    def _runs_this_once(self, error: Exception, where: str) -> Any:
+        """Dynamo says that the user's code raises here: let it, so that the caller sees its own exception.
+
+        Dynamo would never look at the frame again, and one bad input would make all later calls run eagerly.
+        """
+        cause = error.__cause__ or error
+        reason = f"the model raised while it was captured ({type(cause).__name__}); this call ran eagerly"
+        self.front.record.add_fallback("skipped_frame", where, reason)
+        return compat.eager_this_once()
 
     def _mark(self, frame: Any, where: str) -> FrameInfo:
         front = self.front
@@ -193,12 +240,14 @@ class _Hook:
             return RecompileLimitError(
                 f"{where}: Dynamo's recompile limit was reached; the frame would run eagerly. {text}"
             )
+        if self.front.strict and compat.model_raised(error):
+            return UncapturedError(f"{where}: the model cannot be captured for these inputs. {text}")
         if self.front.strict and isinstance(error, dynamo.exc.Unsupported):
             return FallbackError(f"{where}: part of the model cannot be captured and would run eagerly. {text}")
         return error
 
-    def _count(self, frame: Any, result: Any, where: str, breaks: Counter[str]) -> None:
-        record = self.front.record
+    def _count(self, frame: Any, result: Any, info: FrameInfo, breaks: Counter[str]) -> None:
+        record, where = self.front.record, info.where
         for reason in breaks:
             record.add_break(where, " ".join(str(reason).split())[:400])
         if result.guarded_code is not None:
@@ -210,7 +259,14 @@ class _Hook:
                 "recompile_limit", where, "Dynamo gave the frame up; calls that match no entry run eagerly"
             )
         elif _holds_tensor(frame):
-            record.add_fallback("skipped_frame", where, compat.skip_reason(result) or "Dynamo skipped the frame")
+            hidden = " ".join(str(info.error).split())[:400] if info.error is not None else None
+            reason = hidden or compat.skip_reason(result) or "Dynamo skipped the frame"
+            record.add_fallback("skipped_frame", where, f"runs eagerly from now on: {reason}")
+
+
+def _note_error(error: Exception) -> None:
+    if _ACTIVE.stack:
+        _ACTIVE.stack[-1].error = error
 
 
 def _call_in_progress(front: FrontEnd) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

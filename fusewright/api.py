@@ -92,10 +92,11 @@ def optimize(
         passes=tuple(passes),
         before=before,
     )
-    if not settings.disabled and not isinstance(model, torch.nn.Module):
+    if settings.disabled:
+        return model
+    if not isinstance(model, torch.nn.Module):
         return install_function(model, options, settings)  # type: ignore[return-value]
-    if not settings.disabled:
-        install(model, options, settings)
+    install(model, options, settings)
     return model
 
 

@@ -16,7 +16,7 @@ import torch
 from fusewright import config
 from fusewright.autotune.key import KeyContext
 from fusewright.autotune.plan import choose_from
-from fusewright.capture.frontend import FrontEnd
+from fusewright.capture.frontend import CallAgainError, FrontEnd, UncapturedError, second_try
 from fusewright.capture.record import Record
 from fusewright.capture.shapes import Buckets
 from fusewright.config import Numerics, Verify
@@ -176,7 +176,15 @@ def build(
             bump_disabled()
             return call_impl(*args, **kwargs)
         bump()
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except CallAgainError:
+            with second_try():
+                return compiled(*args, **kwargs)
+        except UncapturedError:
+            with disabled():
+                call_impl(*args, **kwargs)  # a model that raises shows its own exception, also under strict
+            raise
 
     front.wrapper_code = optimized.__code__
     return optimized, record

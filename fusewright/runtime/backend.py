@@ -27,7 +27,8 @@ class FusewrightBackend:
         named = {} if frame is None else name_symbols(gm, example_inputs, frame)
         captured = CapturedGraph.build(gm, example_inputs, named)
         where = frame.where if frame is not None else "torch.compile"
-        return Fragment(captured, self.services, where).dispatcher()
+        exact = frame is not None and bool(frame.sources)
+        return Fragment(captured, self.services, where, exact=exact).dispatcher()
 
 
 def name_symbols(gm: fx.GraphModule, example_inputs: Sequence[Any], frame: FrameInfo) -> Mapping[sympy.Symbol, str]:

@@ -1,13 +1,18 @@
-"""Fake inputs of one bucket: the captured graph's own symbols, each with the bucket's range, in a fresh ShapeEnv."""
+"""Fake inputs of one bucket, and what a lowering made with them assumes of a call: sizes and separate memory.
+
+The captured graph's own symbols, each with the bucket's range, live in a fresh ShapeEnv.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
+from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StrictMinMaxConstraint
@@ -53,7 +58,7 @@ class BucketInputs:
         # `_let` binds each size once; both texts are made from sympy expressions, never from user input
         namespace: dict[str, Any] = {**SYMPY_INTERP, "_let": dict}
         code = f"lambda args: (lambda {', '.join(map(str, used))}: {text})(**_let({lets}))"
-        check: Callable[[Sequence[Any]], bool] = eval(code, namespace)  # noqa: S307
+        check: Callable[[Sequence[Any]], bool] = eval(code, namespace)
         return check
 
     def _getter(self, symbol: sympy.Symbol) -> str:
@@ -61,7 +66,47 @@ class BucketInputs:
         return f"args[{index}]" if dim is None else f"args[{index}].shape[{dim}]"
 
 
-def bucket_inputs(captured: CapturedGraph, args: Sequence[Any], bucket: ShapeBucket) -> BucketInputs:
+def separate_memory(captured: CapturedGraph, mutated: Sequence[int] | None) -> Callable[[Sequence[Any]], bool] | None:
+    """A test that no argument which the graph changes in place overlaps another one, or None where nothing is changed.
+
+    AOTAutograd makes the changes after the graph, so a graph that reads an alias of a changed argument would see old
+    values. torch.compile guards on the overlap that it saw at the first call, but not on its absence.
+
+    Parameters can only overlap a changed argument of the user's, so they are looked at only where there is one.
+    """
+    if not mutated:
+        return None
+    users = {i for i, item in enumerate(captured.inputs) if item.role == "tensor"}
+    if users.intersection(mutated):
+        picked = [i for i, item in enumerate(captured.inputs) if isinstance(item.value, torch.Tensor)]
+    else:
+        picked = sorted(users.union(mutated))
+    if len(picked) < 2 or not users:
+        return None
+    changed = frozenset(n for n, i in enumerate(picked) if i in mutated)
+    address = torch._C._storage_address  # type: ignore[attr-defined]
+    pick: Callable[[Sequence[Any]], Sequence[Any]] = operator.itemgetter(*picked)
+
+    def separate(args: Sequence[Any]) -> bool:
+        tensors = pick(args)
+        addresses = list(map(address, tensors))
+        return len(set(addresses)) == len(addresses) or not _overlap(tensors, addresses, changed)
+
+    return separate
+
+
+def _overlap(tensors: Sequence[torch.Tensor], addresses: Sequence[int], changed: frozenset[int]) -> bool:
+    """Whether a changed tensor overlaps another one that lies in the same storage."""
+    for one in {addresses[n] for n in changed}:
+        group = [n for n, a in enumerate(addresses) if a == one]
+        if len(group) > 1 and compute_overlapping_tensors([tensors[n] for n in group], symbolic=False):
+            return True
+    return False
+
+
+def bucket_inputs(
+    captured: CapturedGraph, args: Sequence[Any], bucket: ShapeBucket, axes: Container[sympy.Symbol] | None = None
+) -> BucketInputs:
     """Make fake inputs for lowering `captured` in `bucket`.
 
     Every symbol of the capture becomes one new symbol, so that equal sizes stay equal and different ones stay
@@ -72,6 +117,8 @@ def bucket_inputs(captured: CapturedGraph, args: Sequence[Any], bucket: ShapeBuc
         captured: the pristine graph.
         args: real arguments of the call that asks for the bucket; their sizes serve as hints.
         bucket: ranges of the named dimensions.
+        axes: the symbols whose values chose the bucket (default: every named one). Another symbol of the same name is
+            not known to lie in the range.
     """
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
@@ -82,7 +129,8 @@ def bucket_inputs(captured: CapturedGraph, args: Sequence[Any], bucket: ShapeBuc
         where = _locate(captured, symbol)
         assert where is not None, f"no argument shows the value of {symbol}"
         value = _read(args, where)
-        limits = bucket.range_of(captured.named[symbol]) if symbol in captured.named else None
+        ranged = symbol in captured.named and (axes is None or symbol in axes)
+        limits = bucket.range_of(captured.named[symbol]) if ranged else None
         if limits is not None and limits.low == limits.high:
             new[symbol] = sympy.Integer(value)
             continue

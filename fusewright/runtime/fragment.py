@@ -5,33 +5,34 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 
+from fusewright.capture.dynamo_compat import capture_lock
 from fusewright.capture.graph import CapturedGraph
 from fusewright.capture.record import Record, Tick, Verdict
 from fusewright.capture.shapes import Axis, Buckets, ShapeBucket
 from fusewright.capture.variant import GraphVariant, Lowering
 from fusewright.config import Verify
 from fusewright.errors import DimsError, FallbackError, UserInputError, VerificationError
-from fusewright.passes.base import PassContext, Stage
+from fusewright.passes.base import Pass, PassContext, Stage
 from fusewright.pipeline.pipeline import Pipeline, PipelineResult
-from fusewright.runtime.fakes import bucket_inputs
+from fusewright.runtime.fakes import bucket_inputs, separate_memory
 from fusewright.runtime.lower import GraphHook, lower
 from fusewright.runtime.reproducer import write_reproducer
 from fusewright.runtime.verdicts import VerdictFolder, verdict_key
-from fusewright.runtime.verify import Comparison, verify
+from fusewright.runtime.verify import Comparison, EagerRaisedError, verify
 
 Callee = Callable[..., Any]
 Choose = Callable[[str, ShapeBucket], GraphVariant]
-
-_LOWERING = threading.RLock()  # torch's compiler keeps process-wide state; two lowerings at once corrupt it
+Test = Callable[[Sequence[Any]], bool]
+EAGER = GraphVariant((), Lowering.EAGER)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Lowered:
 
     call: Callee
     variant: GraphVariant
-    guard: Callable[[Sequence[Any]], bool] | None
+    guard: Test | None
     verdict: Comparison
 
 
@@ -73,12 +74,16 @@ class Slot:
 class Fragment:
     """Dispatches calls of one captured graph to the lowering of their bucket."""
 
-    def __init__(self, captured: CapturedGraph, services: Services, where: str) -> None:
+    def __init__(self, captured: CapturedGraph, services: Services, where: str, *, exact: bool = True) -> None:
+        """`exact`: the names of the symbols are known, not guessed from sizes, so that equal names mean equal sizes."""
         self.captured = captured
         self.services = services
         self.where = where
         self.number = services.record.add_fragment(self)
-        self.axes = self._axes()
+        self.axes: list[tuple[Axis, int]] = []  # each with the position of the argument that holds its size
+        self.axis_symbols: set[sympy.Symbol] = set()
+        self.ties: list[tuple[str, int, int]] = []  # positions of two sizes of one name
+        self._find_axes(exact)
         cells = itertools.product(*(range(len(a.edges)) for a, _ in self.axes))
         self.slots = [
             Slot(ShapeBucket(tuple(a.range(i) for (a, _), i in zip(self.axes, c, strict=True)))) for c in cells
@@ -95,25 +100,42 @@ class Fragment:
         """How many calls came through the table."""
         return sum(slot.hits.value for slot in self.slots)
 
-    def _axes(self) -> list[tuple[Axis, int]]:
-        """The axes of the table, each with the position of the argument that holds its size."""
-        axes = []
+    def _find_axes(self, exact: bool) -> None:
+        positions = {
+            item.value.node.expr: i
+            for i, item in enumerate(self.captured.inputs)
+            if isinstance(item.value, torch.SymInt)
+        }
+        first: dict[str, int] = {}
         for symbol, name in sorted(self.captured.named.items(), key=lambda item: (item[1], str(item[0]))):
-            position = next(
-                (
-                    i
-                    for i, item in enumerate(self.captured.inputs)
-                    if isinstance(item.value, torch.SymInt) and item.value.node.expr == symbol
-                ),
-                None,
-            )
-            axis = self.services.buckets.axis(name)
-            if position is not None and name not in {a.name for a, _ in axes}:
-                axes.append((axis, position))
-        return axes
+            if symbol not in positions:
+                continue
+            if name in first:
+                if exact:
+                    self.ties.append((name, first[name], positions[symbol]))
+                continue
+            first[name] = positions[symbol]
+            self.axes.append((self.services.buckets.axis(name), positions[symbol]))
+            self.axis_symbols.add(symbol)
 
     def dispatcher(self) -> Callee:
         """The function that Dynamo's compiled code calls; the only code of ours on a steady call."""
+        plain, ties = self._plain_dispatcher(), self.ties
+        if not ties:
+            return plain
+
+        def tied(*args: Any) -> Any:
+            for name, one, other in ties:
+                if args[one] != args[other]:
+                    raise DimsError(
+                        f"dims: {name!r} is {args[one]} in one argument but {args[other]} in another; "
+                        "give differently sized dimensions different names."
+                    )
+            return plain(*args)
+
+        return tied
+
+    def _plain_dispatcher(self) -> Callee:
         bumps = [slot.hits.bump for slot in self.slots]
         table = self.table
         if not self.axes:
@@ -173,13 +195,32 @@ class Fragment:
         slot = self.slots[index]
         entry = slot.find(args)
         if entry is None:
-            with _LOWERING:
-                entry = slot.find(args) or self._fill(slot, args)
+            with capture_lock():
+                try:
+                    entry = slot.find(args) or self._fill(slot, args)
+                except EagerRaisedError as error:
+                    return self._raise_as_eager(error, args)
                 if entry not in slot.entries:
                     slot.entries.append(entry)
-                if len(slot.entries) == 1 and entry.guard is None:
-                    self.table[index] = entry.call
+                if len(slot.entries) == 1:
+                    self.table[index] = entry.call if entry.guard is None else self._guarded(index, entry)
         return entry.call(*args)
+
+    def _guarded(self, index: int, entry: Lowered) -> Callee:
+        """The first entry of a slot, tried without a search."""
+        call, guard = entry.call, entry.guard
+        assert guard is not None, "an entry without a guard stands in the table itself"
+
+        def guarded(*args: Any) -> Any:
+            return call(*args) if guard(args) else self._call_slot(index, args)
+
+        return guarded
+
+    def _raise_as_eager(self, error: EagerRaisedError, args: Sequence[Any]) -> Any:
+        """Let the model raise its own exception on its own arguments, and leave the slot for a call that works."""
+        result = self.captured.gm(*args)
+        self.services.record.add_fallback("verification", self.label, f"eager raised on copies only: {error}")
+        return result
 
     def _fill(self, slot: Slot, args: Sequence[Any]) -> Lowered:
         """Lower the graph for `slot`, going down the ladder until a lowering works and agrees with eager."""
@@ -188,9 +229,9 @@ class Fragment:
         for variant in ladder(asked):
             try:
                 entry = self._lower(variant, slot.bucket, args, label)
-            except (UserInputError, FallbackError):
+            except (UserInputError, FallbackError, EagerRaisedError):
                 raise
-            except Exception as error:  # noqa: BLE001  a compiler's failure costs one variant, never the call
+            except Exception as error:
                 reason = f"{variant.label()}: {type(error).__name__}: {str(error)[:400]}"
                 if self.services.strict:
                     raise FallbackError(f"{label}: lowering failed: {reason}") from error
@@ -199,9 +240,7 @@ class Fragment:
             if entry.verdict.ok is not False:
                 return entry
             self._disagrees(entry, args, label)
-        return Lowered(
-            self.captured.gm.forward, GraphVariant((), Lowering.EAGER), None, Comparison(True, "is eager", "")
-        )
+        return Lowered(self.captured.gm.forward, EAGER, None, Comparison(True, "is eager", ""))
 
     def _lower(self, variant: GraphVariant, bucket: ShapeBucket, args: Sequence[Any], label: str) -> Lowered:
         services = self.services
@@ -219,20 +258,35 @@ class Fragment:
         with self._timed("passes"):
             gm, result = services.pipeline.rewrite(self.captured.copy, passes[Stage.FORWARD], ctx, label)
             self._report(result, label)
-        hooks = {}
-        for stage in (Stage.JOINT, Stage.POST_GRAD):
-            if passes[stage]:
-                name = f"{label}.{stage.value}"
-                hooks[stage] = GraphHook(
-                    services.pipeline, passes[stage], ctx, name, lambda r, n=name: self._report(r, n)
-                )
+        hooks = self._hooks(passes, ctx, label)
         with self._timed("lower"):
-            inputs = bucket_inputs(self.captured, args, bucket)
+            inputs = bucket_inputs(self.captured, args, bucket, self.axis_symbols)
             call, mutated = lower(gm, inputs, variant, hooks)
-            guard = inputs.guard()
+            guard, separate = inputs.guard(), separate_memory(self.captured, mutated)
+        if separate is not None and not separate(args):
+            return self._overlapping(separate, label)
         with self._timed("verify"):
             verdict = self._judge(call, args, mutated, training, key, known, label)
-        return Lowered(self._checked(call, mutated, training, label), variant, guard, verdict)
+        return Lowered(self._checked(call, mutated, training, label), variant, both(separate, guard), verdict)
+
+    def _hooks(self, passes: Mapping[Stage, Sequence[Pass]], ctx: PassContext, label: str) -> dict[Stage, GraphHook]:
+        pipeline = self.services.pipeline
+
+        def hook(stage: Stage) -> GraphHook:
+            name = f"{label}.{stage.value}"
+            return GraphHook(pipeline, passes[stage], ctx, name, lambda result: self._report(result, name))
+
+        return {stage: hook(stage) for stage in (Stage.JOINT, Stage.POST_GRAD) if passes[stage]}
+
+    def _overlapping(self, separate: Test, label: str) -> Lowered:
+        """The entry for calls whose arguments overlap and are changed: eager, the only order of reads that is right."""
+        reason = "an argument that is changed in place overlaps another one"
+        if self.services.strict:
+            raise FallbackError(f"{label}: {reason}; clone one of them.")
+        self.services.record.add_fallback("aliasing", label, reason)
+        return Lowered(
+            self.captured.gm.forward, EAGER, lambda args: not separate(args), Comparison(True, "is eager", "")
+        )
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -269,7 +323,10 @@ class Fragment:
             return call
 
         def compared(*args: Any) -> Any:
-            verdict = verify(self.captured.gm, call, args, mutated, training=training)
+            try:
+                verdict = verify(self.captured.gm, call, args, mutated, training=training)
+            except EagerRaisedError as error:
+                return self._raise_as_eager(error, args)
             if verdict.ok is False:
                 reason = f"{label}: disagrees with eager on this call: {verdict.detail}"
                 if self.services.strict:
@@ -295,8 +352,15 @@ class Fragment:
             record.add_fallback("pass", label, f"{name}: {reason}")
 
 
+def both(first: Test | None, second: Test | None) -> Test | None:
+    """The conjunction of two tests, either of which may be absent."""
+    if first is None or second is None:
+        return first or second
+    return lambda args: first(args) and second(args)
+
+
 def ladder(asked: GraphVariant) -> list[GraphVariant]:
-    """What to try in turn where a lowering fails or disagrees with eager: first suspect torch's own patterns, then ours.
+    """What to try where a lowering fails or disagrees with eager: first suspect torch's own patterns, then ours.
 
     Inductor's traced attention patterns ignore ints and lists and are the known source of wrong graphs; there is no
     switch for them but `pattern_matcher`.

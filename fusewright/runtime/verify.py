@@ -35,18 +35,18 @@ class Comparison:
     detail: str
 
 
-def why_not_comparable(gm: fx.GraphModule, args: Sequence[Any], mutated: Sequence[int] | None) -> str | None:
+class EagerRaisedError(Exception):
+    """The pristine graph raised on copies of the arguments: the model's own exception, not a disagreement."""
+
+
+def why_not_comparable(gm: fx.GraphModule) -> str | None:
     """A reason not to run the graph twice, or None.
 
-    Collectives must not run on one rank only because its verdict cache was cold, and two mutated inputs that share
-    memory cannot be copied apart.
+    Collectives must not run on one rank only because its verdict cache was cold.
     """
     for node in gm.graph.nodes:
         if node.op == "call_function" and "c10d" in str(node.target):
             return "not compared: the graph holds collectives, which every rank would have to repeat"
-    storages = [a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor) and type(a) is torch.Tensor]
-    if mutated and len(storages) != len(set(storages)):
-        return "not compared: inputs share memory and are changed in place"
     return None
 
 
@@ -63,13 +63,19 @@ def verify(
         args: real arguments of the first call.
         mutated: positions that the graph changes in place, None where that is not known.
         training: compare gradients too.
+
+    Raises:
+        EagerRaisedError: the pristine graph raises for these arguments.
     """
-    reason = why_not_comparable(pristine, args, mutated)
+    reason = why_not_comparable(pristine)
     if reason is not None:
         return Comparison(None, reason, "")
     with _random_state_restored(args) as rewind:
         before = rewind()
-        expected = observe(pristine, args, mutated, training=training)
+        try:
+            expected = observe(pristine, args, mutated, training=training)
+        except Exception as error:
+            raise EagerRaisedError(str(error)) from error
         draws = not _same_state(before, _state(args))
         rewind()
         if draws:
@@ -167,10 +173,8 @@ def to_float64(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _state(args: Sequence[Any]) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    for index in sorted({a.device.index for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"}):
-        states.append(torch.cuda.get_rng_state(index))
-    return states
+    devices = sorted({a.device.index for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"})
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _same_state(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:

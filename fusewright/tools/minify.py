@@ -130,9 +130,9 @@ class _Search:
                 break
         while step:
             at = last - step
-            found = _with_result(state, names[at]) if at >= 0 else None
-            if found is not None and self.accepts(found):
-                best, last = found, at
+            earlier = _with_result(state, names[at]) if at >= 0 else None
+            if earlier is not None and self.accepts(earlier):
+                best, last = earlier, at
             else:
                 step //= 2
         return best

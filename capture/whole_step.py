@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fusewright.capture.optimizer_update import UpdateRule, clip_coefficient, updated
@@ -276,7 +277,9 @@ def capture(step: StepFunction, inputs: Sequence[Tensor]) -> WholeStep:
     Raises:
         CaptureError: the step holds something that one graph cannot; any other error of the user's code comes through.
     """
-    mode = FakeTensorMode()
+    # Inductor's caches ask for a ShapeEnv; this one has no symbols, and data-dependent results are errors as without it
+    env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(shape_env=env, static_shapes=True)
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
     devices = {fake.device.type for fake in fakes}
     torch.clear_autocast_cache()  # fakes must not meet casts of real weights there, nor leave their own

@@ -61,7 +61,7 @@ class CapturedGraph:
         inputs = []
         for node, given in zip(placeholders, example_inputs, strict=True):
             value = node.meta["example_value"] if node.meta.get("example_value") is not None else given
-            inputs.append(Input(node.name, _role(node, value), value))
+            inputs.append(Input(node.name, role_of(node, value), value))
         return cls(gm, tuple(inputs), dict(named), fingerprint(gm))
 
     def symbols(self) -> list[sympy.Symbol]:
@@ -78,7 +78,8 @@ class CapturedGraph:
         return copy_graph(self.gm)
 
 
-def _role(node: fx.Node, value: Any) -> str:
+def role_of(node: fx.Node, value: Any) -> str:
+    """What the placeholder `node` holds: "parameter", "buffer", "tensor" (an argument) or "size"."""
     if not isinstance(value, torch.Tensor):
         return "size"
     if isinstance(value, torch.nn.Parameter) or node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"):

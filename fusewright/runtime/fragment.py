@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from fusewright.errors import DimsError, FallbackError, UserInputError, Verifica
 from fusewright.passes.base import Pass, PassContext, Stage
 from fusewright.pipeline.pipeline import Pipeline, PipelineResult
 from fusewright.runtime.fakes import bucket_inputs, separate_memory
-from fusewright.runtime.lower import GraphHook, lower
+from fusewright.runtime.lower import GraphHook, lower, lower_frozen
 from fusewright.runtime.reproducer import write_reproducer
 from fusewright.runtime.verdicts import VerdictFolder, verdict_key
 from fusewright.runtime.verify import Comparison, EagerRaisedError, verify
@@ -249,7 +250,9 @@ class Fragment:
         ctx = PassContext(bucket, device, training, services.pipeline.frozen_weights)
         passes = {stage: services.pipeline.select(variant, stage, ctx) for stage in Stage}
         digests = [p.digest() for chosen in passes.values() for p in chosen]
-        key = verdict_key([self.captured.print, str(bucket), variant.to_json(), str(training), *digests])
+        key = verdict_key(
+            [self.captured.print, str(bucket), variant.to_json(), str(training), str(ctx.frozen_weights), *digests]
+        )
         known = services.verdicts.read(key) if services.verify is Verify.FIRST_CALL else None
         if known is not None and not known["ok"]:
             return Lowered(
@@ -261,7 +264,11 @@ class Fragment:
         hooks = self._hooks(passes, ctx, label)
         with self._timed("lower"):
             inputs = bucket_inputs(self.captured, args, bucket, self.axis_symbols)
-            call, mutated = lower(gm, inputs, variant, hooks)
+            if ctx.frozen_weights and not training:
+                report = functools.partial(self._unfit_weights, label=label)
+                call, mutated = lower_frozen(gm, inputs, variant, hooks, args, eager=self.captured.gm, report=report)
+            else:
+                call, mutated = lower(gm, inputs, variant, hooks)
             guard, separate = inputs.guard(), separate_memory(self.captured, mutated)
         if separate is not None and not separate(args):
             return self._overlapping(separate, label)
@@ -277,6 +284,11 @@ class Fragment:
             return GraphHook(pipeline, passes[stage], ctx, name, lambda result: self._report(result, name))
 
         return {stage: hook(stage) for stage in (Stage.JOINT, Stage.POST_GRAD) if passes[stage]}
+
+    def _unfit_weights(self, reason: str, label: str) -> None:
+        if self.services.strict:
+            raise FallbackError(f"{label}: frozen_weights: {reason}.")
+        self.services.record.add_fallback("frozen_weights", label, reason)
 
     def _overlapping(self, separate: Test, label: str) -> Lowered:
         """The entry for calls whose arguments overlap and are changed: eager, the only order of reads that is right."""

@@ -13,9 +13,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fusewright.capture.graph import copy_graph
 from fusewright.capture.variant import GraphVariant, Lowering
 from fusewright.errors import unknown_name
 from fusewright.passes.base import Pass, PassContext, Stage
+from fusewright.passes.frozen.hoist import UnfitWeightsError, hoist
 from fusewright.pipeline.pipeline import Pipeline, PipelineResult
 from fusewright.runtime.fakes import BucketInputs
 
@@ -90,3 +92,33 @@ def lower(
     mutated = None if metadata is None else tuple(i for i, x in enumerate(metadata.input_info) if x.mutates_data)
     assert callable(compiled), compiled
     return compiled, mutated
+
+
+def lower_frozen(
+    gm: fx.GraphModule,
+    inputs: BucketInputs,
+    variant: GraphVariant,
+    hooks: dict[Stage, GraphHook],
+    args: Sequence[Any],
+    *,
+    eager: Callee,
+    report: Callable[[str], None],
+) -> tuple[Callee, tuple[int, ...] | None]:
+    """`lower`, but what `gm` computes from weights alone is computed once, and again when one has changed.
+
+    Args:
+        args: real arguments of the call that is lowered for.
+        eager: runs the pristine graph, where cached values must not be used.
+        report: told why, each time that happens.
+    """
+    hoisted = hoist(copy_graph(gm), args)
+    if hoisted is None:
+        return lower(gm, inputs, variant, hooks)
+    try:
+        values = hoisted.lowered_values(inputs.mode, inputs.values, args)
+    except UnfitWeightsError as error:
+        report(str(error))
+        return lower(gm, inputs, variant, hooks)
+    inputs.values = values
+    call, mutated = lower(hoisted.main, inputs, variant, hooks)
+    return hoisted.bind(call, mutated, eager, report)

@@ -29,7 +29,8 @@ def named(*names: str) -> list[Pass]:
 
 
 def test_the_names_are_in_the_order_that_is_tested() -> None:
-    assert [p.name for p in ORDER] == ["canonicalize", "fuse_rms_norm", "fuse_attention", "bucket_collectives"]
+    names = ["canonicalize", "fold_batch_norm", "merge_linears", "fuse_rms_norm", "fuse_attention", "bucket_collectives"]
+    assert [p.name for p in ORDER] == names
 
 
 def attention_of_idle_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

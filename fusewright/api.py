@@ -60,8 +60,7 @@ def optimize(
         dims: names of dynamic dimensions, `{"input_ids": {1: "tokens"}}`: argument -> dimension -> name.
         buckets: for a named dimension, ascending upper edges `{"tokens": [128, 512]}` or joined ranges; each bucket is
             lowered on its first call. Without edges a named dimension is one open bucket.
-        numerics: "exact", "reassociated" (default) or "lossy": the loosest tier of *our* rewrites; Inductor itself is
-            not bitwise equal to eager under any setting.
+        numerics: "exact", "reassociated" (default) or "lossy": loosest tier of our rewrites, not of Inductor's own.
         effort: "none"; tuning inside the process is not offered, use `fusewright tune`.
         store: tuning store (path or URL) whose winners are used; default: where `fusewright tune` writes.
         strict: raise where anything would fall back (default `FUSEWRIGHT_STRICT`).

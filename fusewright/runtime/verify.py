@@ -70,7 +70,7 @@ def verify(
     reason = why_not_comparable(pristine)
     if reason is not None:
         return Comparison(None, reason, "")
-    with _random_state_restored(args) as rewind:
+    with _unseen_by_saved_tensor_hooks(), _random_state_restored(args) as rewind:
         before = rewind()
         try:
             expected = observe(pristine, args, mutated, training=training)
@@ -170,6 +170,20 @@ def to_float64(gm: fx.GraphModule) -> fx.GraphModule:
             setattr(new, name, to_float64(child))
     new.recompile()
     return new
+
+
+@contextlib.contextmanager
+def _unseen_by_saved_tensor_hooks() -> Iterator[None]:
+    """Keep what verification saves for its backward from the hooks of the caller.
+
+    `torch.utils.checkpoint` counts the tensors that a block saves and expects as many when it runs the block again,
+    and then nothing is verified. Only the innermost pair of hooks is called.
+    """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
 
 
 def _state(args: Sequence[Any]) -> list[torch.Tensor]:

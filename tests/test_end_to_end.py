@@ -52,6 +52,7 @@ def test_a_training_graph_is_rewritten_and_verified() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_tuned_winner_is_used_by_a_new_process(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "tuning.sqlite"
@@ -59,7 +60,7 @@ def test_a_tuned_winner_is_used_by_a_new_process(tmp_path: pathlib.Path, monkeyp
     cells = plan_cells(str(JOB), [], ["inference"])
     tuner = Tuner(
         TuningStore(place),
-        variants=(AOT_EAGER, GraphVariant((), Lowering.AOT_EAGER)),
+        variants=(AOT_EAGER,),
         baselines=(GraphVariant(lowering=Lowering.EAGER),),
         budget=Budget(timing_s=300.0, screening_s=5.0, most_pairs=3),
     )
@@ -77,4 +78,4 @@ def test_a_tuned_winner_is_used_by_a_new_process(tmp_path: pathlib.Path, monkeyp
     assert done.returncode == 0, done.stderr
     used = {row["range"]: row["variant"] for row in json.loads(done.stdout.splitlines()[-1])}
     assert used == decided
-    assert "inductor" not in used.values(), "none of the tuned variants is the default"
+    assert "inductor" not in used.values(), "neither of the two variants is the default"

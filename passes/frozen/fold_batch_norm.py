@@ -80,10 +80,9 @@ def _match(node: fx.Node, fixed: set[fx.Node]) -> _Match | str:
         return axis
     if len(layer.users) != 1:
         return "the output of the layer before it is used elsewhere too"
-    weight = layer.args[1] if len(layer.args) > 1 else layer.kwargs["weight"]
-    bias = layer.args[2] if len(layer.args) > 2 else layer.kwargs.get("bias")
+    weight, bias = _operand(layer, 1, "weight"), _operand(layer, 2, "bias")
     operands = [weight, bias, *(norm[name] for name in ("running_mean", "running_var", "weight", "bias"))]
-    if any(x is not None and x not in fixed for x in operands):
+    if weight is None or any(x is not None and x not in fixed for x in operands):
         return "an operand is no weight of the model, or is written to"
     if tensor_of(layer).dtype != tensor_of(node).dtype:  # type: ignore[union-attr]
         return "it changes the dtype"
@@ -98,8 +97,7 @@ def _channel_axis(layer: Any) -> int | str:
     if layer.target in _CONVOLUTIONS:
         return "the convolution has no batch axis" if _lacks_batch(layer, value) else 0
     if layer.target in _TRANSPOSED:
-        groups = layer.args[_GROUPS] if len(layer.args) > _GROUPS else layer.kwargs.get("groups", 1)
-        if groups != 1:
+        if _operand(layer, _GROUPS, "groups") not in (None, 1):
             return "a transposed convolution in groups has no axis of all output channels"
         return "the convolution has no batch axis" if _lacks_batch(layer, value) else 1
     if layer.target is functional.linear:
@@ -107,9 +105,14 @@ def _channel_axis(layer: Any) -> int | str:
     return "no convolution or linear layer stands before it"
 
 
+def _operand(layer: fx.Node, position: int, name: str) -> Any:
+    """The argument of `layer` at `position` or called `name`; None where it is not given."""
+    return layer.args[position] if len(layer.args) > position else layer.kwargs.get(name)
+
+
 def _lacks_batch(layer: fx.Node, value: torch.Tensor) -> bool:
     """Whether the axis that a norm takes for the channels is another one."""
-    weight = tensor_of(layer.args[1] if len(layer.args) > 1 else layer.kwargs["weight"])
+    weight = tensor_of(_operand(layer, 1, "weight"))
     return weight is None or value.dim() != weight.dim()
 
 

@@ -18,6 +18,7 @@ from fusewright.capture.record import Record
 from fusewright.job_file import resolve
 from fusewright.numerics import TreeComparison, compare_trees
 from fusewright.report.explain import Explanation, explain_record
+from fusewright.tools.layers import BadLayer, Call, first_bad_layer
 from fusewright.workload import Workload, observe, observe_step
 
 
@@ -40,6 +41,7 @@ class Checked:
     title: str
     comparison: TreeComparison
     explanation: Explanation
+    layer: BadLayer | None = None
 
     @property
     def ok(self) -> bool:
@@ -57,6 +59,7 @@ class Checked:
             "leaves": len(self.comparison.leaves),
             "worst": None if worst is None else worst.to_dict(),
             "failing": [leaf.to_dict() for leaf in self.comparison.leaves if not leaf.ok][:5],
+            "layer": None if self.layer is None else str(self.layer),
             "rewrites": told["rewrites"],
             "fallbacks": told["fallbacks"],
             "torch": torch.__version__,
@@ -68,7 +71,10 @@ class Checked:
         fallbacks = len(self.explanation.data["fallbacks"])
         tail = f"; {fallbacks} fallbacks, see `fusewright explain`" if fallbacks else ""
         mark = ("agrees", "green") if self.ok else ("DISAGREES", "bold red")
-        return Text.assemble(f"{self.title}: ", mark, f" on {len(self.comparison.leaves)} leaves; {detail}{tail}")
+        where = "" if self.layer is None else f"\n  {self.layer}"
+        return Text.assemble(
+            f"{self.title}: ", mark, f" on {len(self.comparison.leaves)} leaves; {detail}{tail}{where}"
+        )
 
 
 def _optimized(workload: Workload, model: nn.Module, **options: Any) -> nn.Module:
@@ -115,4 +121,13 @@ def check_job(job: str, only: Sequence[str], modes: Sequence[str], lengths: Sequ
             return observe_step(resolve(cell.source), wide, cell.length, training=training)
 
         comparison = compare_trees(found, expected, reference, training=training)
-        yield Checked(cell.name, comparison, explain_record(_record(model)))
+        told = explain_record(_record(model))
+        layer = None if comparison.ok else _first_bad_layer(workload, eager, cell)
+        yield Checked(cell.name, comparison, told, layer)
+
+
+def _first_bad_layer(workload: Workload, eager: nn.Module, cell: SuiteCell) -> BadLayer | None:
+    args, kwargs = workload.make_inputs(cell.length)
+    optimize = load(OPTIMIZE)
+    training = cell.mode == "training"
+    return first_bad_layer(eager, Call(args, kwargs), lambda m: optimize(m, verify="off"), training=training)

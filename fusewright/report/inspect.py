@@ -71,7 +71,10 @@ class Checked:
         fallbacks = len(self.explanation.data["fallbacks"])
         tail = f"; {fallbacks} fallbacks, see `fusewright explain`" if fallbacks else ""
         mark = ("agrees", "green") if self.ok else ("DISAGREES", "bold red")
-        where = "" if self.layer is None else f"\n  {self.layer}"
+        where = ""
+        if self.layer is not None:
+            caught = "\n  first-call verification turned a lowering away" if self.ok else ""
+            where = f"{caught}\n  {self.layer}"
         return Text.assemble(
             f"{self.title}: ", mark, f" on {len(self.comparison.leaves)} leaves; {detail}{tail}{where}"
         )
@@ -109,11 +112,15 @@ def explain_job(
 
 
 def check_job(job: str, only: Sequence[str], modes: Sequence[str], lengths: Sequence[int]) -> Iterator[Checked]:
-    """Compare optimized against eager, and where they differ against float64, cell by cell (PROTOCOLS A1)."""
+    """Compare optimized against eager, and where they differ against float64, cell by cell.
+
+    The rule is `numerics.compare_trees`. Where the result is wrong, or verification had to turn a lowering away, the
+    first layer that differs without verification is named.
+    """
     for cell in plan_cells(job, only, modes, lengths):
         workload, training = resolve(cell.source), cell.mode == "training"
         eager = workload.build(training=training)
-        model = _optimized(workload, eager, verify="off")  # what is compared here must not be what verification fell to
+        model = _optimized(workload, eager)
         wide = copy.deepcopy(eager).double()
         expected, found = (observe_step(workload, m, cell.length, training=training) for m in (eager, model))
 
@@ -122,7 +129,8 @@ def check_job(job: str, only: Sequence[str], modes: Sequence[str], lengths: Sequ
 
         comparison = compare_trees(found, expected, reference, training=training)
         told = explain_record(_record(model))
-        layer = None if comparison.ok else _first_bad_layer(workload, eager, cell)
+        turned_away = any(f["kind"] == "verification" for f in told.data["fallbacks"])
+        layer = _first_bad_layer(workload, eager, cell) if turned_away or not comparison.ok else None
         yield Checked(cell.name, comparison, told, layer)
 
 

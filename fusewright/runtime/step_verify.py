@@ -1,19 +1,208 @@
-"""Compares a compiled training step with the eager loop on the first call of its signature."""
+"""Makes a captured step one that can be trusted: its memory checked, lowered with our passes, compared with eager."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fusewright.capture.fingerprint import fingerprint
+from fusewright.capture.record import Record, Verdict
+from fusewright.capture.shapes import ShapeBucket
+from fusewright.capture.variant import GraphVariant, Lowering
 from fusewright.capture.whole_step import Slot, StepFunction, WholeStep, autocast_off
+from fusewright.errors import CaptureError
 from fusewright.numerics import TreeComparison, compare_trees
+from fusewright.passes.base import Pass, PassContext, Stage
+from fusewright.pipeline.pipeline import Pipeline, PipelineResult
+from fusewright.runtime import fragment
+from fusewright.runtime.fakes import BucketInputs
+from fusewright.runtime.lower import GraphHook, lower
+from fusewright.runtime.verdicts import VerdictFolder, verdict_key
+from fusewright.runtime.verify import Comparison
+
+NO_FORWARD = "forward passes are not run on whole steps"
+"""Why a pass of the stage FORWARD is declined: a step's graph is ATen, forward and backward in one."""
 
 
 def label(slot: Slot) -> str:
     """A name for a slot in records, such as `state 3 exp_avg`."""
     return f"{slot.role} {slot.number} {slot.name}".strip()
+
+
+@dataclass(frozen=True)
+class LoweringPlan:
+    """How one captured step is lowered.
+
+    Attributes:
+        name: the step in records and dumps, such as "step0".
+        passes: the passes that run, by stage.
+        key: names the verdict on this lowering in every process.
+    """
+
+    name: str
+    variant: GraphVariant
+    ctx: PassContext
+    passes: Mapping[Stage, Sequence[Pass]]
+    key: str
+
+
+class CompiledStep:
+    """A lowered step of one signature; to `explain`, a fragment with one bucket.
+
+    Attributes:
+        label: the step in records.
+        slots: its only bucket, which counts the calls that ran compiled.
+    """
+
+    def __init__(
+        self, step: WholeStep, plan: LoweringPlan, run: Callable[..., Sequence[Tensor]], verdict: Comparison
+    ) -> None:
+        self.step, self.run, self.label, self._verdict = step, run, plan.name, verdict
+        self.slots = (fragment.Slot(plan.ctx.bucket),)
+        self.slots[0].entries.append(fragment.Lowered(run, plan.variant, None, verdict))
+
+    @property
+    def dispatched(self) -> int:
+        """How many calls ran compiled."""
+        return self.slots[0].hits.value
+
+    def summary(self) -> dict[str, int | bool | str]:
+        """The graph's size and what it was compared with."""
+        return {
+            "nodes": self.step.nodes,
+            "inputs": len(self.step.slots),
+            "updated": len(self.step.updated),
+            "random": self.step.random,
+            "verified": ": ".join(filter(None, (self._verdict.what, self._verdict.detail))),
+        }
+
+
+NOT_VERIFIED = Comparison(None, "off", "")
+
+
+class KnownToDisagreeError(Exception):
+    """It was found earlier that a lowering disagrees with the eager loop."""
+
+    def __init__(self, verdict: Comparison) -> None:
+        super().__init__(verdict.detail)
+        self.verdict = verdict
+
+
+class StepBuilder:
+    """Plans and lowers captured steps, and keeps the verdicts on them for later processes."""
+
+    def __init__(self, pipeline: Pipeline, record: Record, verdicts: VerdictFolder, lowering: Lowering) -> None:
+        self.lowering = lowering
+        self._pipeline, self._record, self._verdicts = pipeline, record, verdicts
+
+    def plan(self, step: WholeStep, name: str, assumed: Hashable) -> LoweringPlan:
+        """Choose variant and passes. `assumed`: what the step stands for beside its graph; its repr enters the key.
+
+        Random ops stay torch's own under Inductor, so that the step draws the same numbers as the eager loop.
+        """
+        inductor = self.lowering is Lowering.INDUCTOR
+        variant = GraphVariant(
+            lowering=self.lowering, options=(("fallback_random", True),) if step.random and inductor else ()
+        )
+        ctx = PassContext(ShapeBucket(), "cuda" if "cuda" in step.device_types else "cpu", training=True)
+        chosen = {stage: self._pipeline.select(variant, stage, ctx) for stage in Stage}
+        declined = Counter({(one.name, name, NO_FORWARD): 1 for one in chosen.pop(Stage.FORWARD)})
+        self._record.add_passes(Counter(), Counter(), declined)
+        passes = chosen if inductor else {}  # no other lowering has a place for them
+        # the graph does not tell which live tensor each input is, and a swap of two of them must not pass unseen
+        roles = (step.slots, step.grad_outputs, step.updated, sorted(step.written), assumed)
+        digests = [one.digest() for each in passes.values() for one in each]
+        key = verdict_key(["step", fingerprint(step.graph_module), repr(roles), variant.to_json(), *digests])
+        return LoweringPlan(name, variant, ctx, passes, key)
+
+    def lower(self, step: WholeStep, plan: LoweringPlan) -> Callable[..., Sequence[Tensor]]:
+        """Compile the graph of `step`, which stays as it is."""
+        hooks = {stage: self._hook(stage, passes, plan) for stage, passes in plan.passes.items() if passes}
+        inputs = BucketInputs(step.mode, list(step.fakes))
+        with torch.no_grad(), autocast_off(step.device_types):
+            compiled, _ = lower(copy.deepcopy(step.graph_module), inputs, plan.variant, hooks)
+        return compiled
+
+    def _hook(self, stage: Stage, passes: Sequence[Pass], plan: LoweringPlan) -> GraphHook:
+        name = f"{plan.name}.{stage.value}"
+
+        def report(result: PipelineResult) -> None:
+            self._record.add_passes(result.rewrites, result.recognised, result.declines)
+            for failed, reason in result.failures:
+                self._record.add_fallback("pass", name, f"{failed}: {reason}")
+
+        return GraphHook(self._pipeline, passes, plan.ctx, name, report)
+
+    def known(self, plan: LoweringPlan) -> Comparison | None:
+        """The verdict of an earlier process (or of an earlier `TrainStep`) on the same lowering, or None.
+
+        Raises:
+            KnownToDisagreeError: the verdict is bad.
+        """
+        found = self._verdicts.read(plan.key)
+        if found is None:
+            return None
+        verdict = Comparison(found["ok"], f"{found['what']} (verified earlier)", found["detail"])
+        self._record.add_verdict(Verdict(plan.name, verdict.what, verdict.ok, verdict.detail))
+        if not verdict.ok:
+            raise KnownToDisagreeError(verdict)
+        return verdict
+
+    def keep(self, plan: LoweringPlan, compared: TreeComparison) -> Comparison:
+        """Record a verdict, passed or failed, for this process and later ones."""
+        verdict = Comparison(compared.ok, "loss, gradients and all that the step writes", compared.reason)
+        record = {"ok": verdict.ok, "what": verdict.what, "detail": verdict.detail, "graph": plan.name}
+        self._verdicts.write(plan.key, record)
+        self._record.add_verdict(Verdict(plan.name, verdict.what, verdict.ok, verdict.detail))
+        return verdict
+
+
+def check_memory(step: WholeStep, tensors: dict[Slot, Tensor]) -> None:
+    """Refuse what a functional graph would get wrong: two inputs in the same memory, one of them written.
+
+    Raises:
+        CaptureError: naming the input.
+    """
+    for slot in step.written:
+        if slot.role == "argument":
+            raise CaptureError("forward changes one of its arguments in place")
+    shared = overlapping(tensors, step.written)
+    if shared is not None:
+        raise CaptureError(f"{shared.role} {shared.number} shares memory with another input of the step and is changed")
+
+
+def overlapping(tensors: Mapping[Slot, Tensor], written: Iterable[Slot]) -> Slot | None:
+    """A written slot whose memory another slot shares, or None. Meant for one check per graph: it sorts all tensors."""
+    changed = set(written)
+    spans = sorted(
+        (
+            (t.untyped_storage().data_ptr(), int(t.storage_offset()) * t.itemsize, _end(t), slot)
+            for slot, t in tensors.items()
+        ),
+        key=lambda span: span[:3],
+    )
+    reach: dict[int, tuple[int, Slot]] = {}
+    for storage, start, end, slot in spans:
+        last = reach.get(storage)
+        if last is not None and start < last[0] and (slot in changed or last[1] in changed):
+            return slot if slot in changed else last[1]
+        if last is None or end > last[0]:
+            reach[storage] = (end, slot)
+    return None
+
+
+def _end(tensor: Tensor) -> int:
+    """First byte after the tensor in its storage; its start where it is empty."""
+    start = int(tensor.storage_offset())
+    if tensor.numel() == 0:
+        return start * tensor.itemsize
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (start + extent + 1) * tensor.itemsize
 
 
 class StepVerifier:

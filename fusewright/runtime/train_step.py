@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from fusewright import config
 from fusewright.capture.optimizer_update import decline_reason
+from fusewright.capture.record import Fallback, Record
 from fusewright.capture.step_state import Call, Inputs, LiveStep
-from fusewright.capture.variant import GraphVariant, Lowering
-from fusewright.capture.whole_step import Slot, WholeStep, autocast_off, capture
-from fusewright.config import Verify, to_enum
+from fusewright.capture.variant import Lowering
+from fusewright.capture.whole_step import Slot, StepFunction, WholeStep, autocast_off, capture
+from fusewright.config import Numerics, Verify, to_enum
 from fusewright.errors import CaptureError, FallbackError, FusewrightError, UserInputError, VerificationError
-from fusewright.runtime.fakes import BucketInputs
-from fusewright.runtime.lower import lower
-from fusewright.runtime.step_verify import StepVerifier, label
+from fusewright.numerics import TreeComparison
+from fusewright.passes.base import Pass
+from fusewright.pipeline.order import ORDER
+from fusewright.pipeline.pipeline import Pipeline, insert_passes
+from fusewright.runtime.step_verify import (
+    NOT_VERIFIED,
+    CompiledStep,
+    KnownToDisagreeError,
+    LoweringPlan,
+    StepBuilder,
+    StepVerifier,
+    check_memory,
+    label,
+)
+from fusewright.runtime.verdicts import VerdictFolder
+from fusewright.runtime.verify import Comparison
 
 MAX_SIGNATURES = 64
 """Steps compiled per `TrainStep`; a further signature runs eagerly and is counted, so that memory stays bounded."""
 
 
-class Fallback(NamedTuple):
-    """Why something ran eagerly."""
+class Off(threading.local):
+    """`depth` is above 0 inside `fusewright.disabled()`, per thread."""
 
-    kind: str
-    where: str
-    reason: str
+    depth = 0
+
+
+OFF = Off()
 
 
 class LossModule(nn.Module):
@@ -48,15 +65,6 @@ class LossModule(nn.Module):
         return self.loss_fn(self.model(*args, **kwargs), *loss_args)
 
 
-@dataclass
-class CompiledStep:
-    """A verified step for one signature."""
-
-    step: WholeStep
-    run: Callable[..., Sequence[Tensor]]
-    verified: str
-
-
 class TrainStep:
     """A callable that trains `model` for one batch, equal to this eager loop but compiled as one graph:
 
@@ -69,7 +77,7 @@ class TrainStep:
 
     Model, optimizer and their state stay the same objects, updated in place. A new signature (shapes, dtypes, modes,
     module settings, ...) compiles a new graph. What cannot be one graph runs as the eager loop and is counted in
-    `report()`; with `strict` it is an error.
+    `report()`; with `strict` it is an error. Passes of the ATen stages run on the graph; `record` says what happened.
 
     Args:
         model: the module to train.
@@ -79,11 +87,14 @@ class TrainStep:
         clip: largest 2-norm of the gradients of all of the optimizer's parameters together.
         scaler: unscaling, clipping and the optimizer run outside of the graph, so that infinities skip it.
         lowering: "inductor", "aot_eager" or "eager" (the captured graph as it is).
-        strict: raise instead of falling back to the eager loop.
-        verify: "first_call" compares the first call of every signature with the eager loop; "off" does not.
+        strict: raise instead of falling back to the eager loop (default `FUSEWRIGHT_STRICT`).
+        verify: "first_call" compares the first call of every signature with the eager loop, unless an earlier process
+            did; "off" does not (default `FUSEWRIGHT_VERIFY`, whose "always" means the first call here).
+        numerics: loosest tier of the passes' rewrites, as for `optimize`.
+        passes: more passes, put before the pass named `before`, or last.
 
     Raises:
-        UserInputError: an argument is wrong.
+        UserInputError: an argument is wrong; CacheFolderError: the cache folder cannot be written.
     """
 
     def __init__(
@@ -96,21 +107,30 @@ class TrainStep:
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         lowering: str = "inductor",
-        strict: bool = False,
-        verify: str = "first_call",
+        strict: bool | None = None,
+        verify: str | Verify | None = None,
+        numerics: str | Numerics = Numerics.REASSOCIATED,
+        passes: Sequence[Pass] = (),
+        before: str | None = None,
     ) -> None:
         _check_arguments(model, loss_fn, optimizer, accumulate, clip)
+        settings = config.read_settings()
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self._accumulate = accumulate
         self._clip = clip
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._lowering = to_enum(Lowering, lowering, "lowering")
-        self._strict = strict
-        self._verify = to_enum(Verify, verify, "verify")
-        if self._verify is Verify.ALWAYS:
+        self._strict = settings.strict if strict is None else strict
+        self._verify = settings.verify if verify is None else to_enum(Verify, verify, "verify")
+        if self._verify is Verify.ALWAYS and verify is not None:
             raise UserInputError("verify='always' is not offered by TrainStep; use 'first_call' or 'off'.")
+        order = insert_passes(ORDER, passes, before)
+        pipeline = Pipeline(order, settings, to_enum(Numerics, numerics, "numerics"), self._strict)
+        self._disabled = settings.disabled
+        self.record = Record()
+        verdicts = VerdictFolder.under(settings.cache_dir)
+        self._builder = StepBuilder(pipeline, self.record, verdicts, to_enum(Lowering, lowering, "lowering"))
         self._module = LossModule(model, loss_fn)
         self._live = LiveStep(
             self._module,
@@ -121,10 +141,7 @@ class TrainStep:
             scale=None if self._scaler is None else self._scale,
         )
         self._steps: dict[Hashable, CompiledStep | Fallback] = {}
-        self._fallbacks: collections.Counter[Fallback] = collections.Counter()
         self._micro_step = 0
-        self._calls = 0
-        self._compiled_calls = 0
 
     def __call__(self, *args: Any, loss_args: tuple[Any, ...] = (), **kwargs: Any) -> Tensor:
         """Train on one batch; return the detached loss, divided by `accumulate`.
@@ -140,35 +157,31 @@ class TrainStep:
         """
         inputs: Inputs = (args, kwargs, loss_args)
         last = self._micro_step + 1 == self._accumulate
-        loss = self._dispatch(inputs, last) if torch.is_grad_enabled() else self._eager(inputs, last)
+        off = self._disabled or OFF.depth > 0
+        loss = self._eager(inputs, last) if off or not torch.is_grad_enabled() else self._dispatch(inputs, last)
         self._micro_step = 0 if last else self._micro_step + 1
-        self._calls += 1
+        (self.record.disabled_calls if off else self.record.calls).bump()
         return loss
 
     def report(self) -> dict[str, Any]:
-        """What happened so far: calls, graphs (one per signature), their nodes, lowerings and fallbacks with counts."""
+        """What happened so far: calls, graphs (one per signature), their nodes, lowerings, rewrites of passes, and
+        with counts what was declined or fell back."""
+        record = self.record
         compiled = [step for step in self._steps.values() if isinstance(step, CompiledStep)]
-        graphs = [
-            {
-                "nodes": step.step.nodes,
-                "inputs": len(step.step.slots),
-                "updated": len(step.step.updated),
-                "random": step.step.random,
-                "verified": step.verified,
-            }
-            for step in compiled
-        ]
         return {
-            "calls": self._calls,
-            "compiled_calls": self._compiled_calls,
-            "graphs": graphs,
+            "calls": record.calls.value,
+            "disabled_calls": record.disabled_calls.value,
+            "compiled_calls": sum(step.dispatched for step in compiled),
+            "graphs": [step.summary() for step in compiled],
             "nodes": sum(step.step.nodes for step in compiled),
-            "lowering": self._lowering.value,
+            "lowering": self._builder.lowering.value,
             "lowerings": len(compiled),
-            "fallbacks": [
-                {"kind": kind, "where": where, "reason": reason, "count": count}
-                for (kind, where, reason), count in self._fallbacks.items()
+            "rewrites": dict(record.rewrites),
+            "declines": [
+                {"pass": name, "node": node, "reason": reason, "count": count}
+                for (name, node, reason), count in record.declines.items()
             ],
+            "fallbacks": [vars(fallback) | {"count": count} for fallback, count in record.fallbacks.items()],
         }
 
     def _dispatch(self, inputs: Inputs, last: bool) -> Tensor:
@@ -179,7 +192,7 @@ class TrainStep:
         if found is None:
             return self._first_call(key, call, inputs, last, updates)
         if isinstance(found, Fallback):
-            self._fallbacks[found] += 1
+            self.record.add_fallback(found.kind, found.where, found.reason)
             return self._eager(inputs, last)
         return self._run(found, call, last, updates)
 
@@ -199,35 +212,81 @@ class TrainStep:
             return self._eager(inputs, last)
         stage: str = "capture"
         try:
-            function, flat = self._live.function(call)
-            step = capture(function, flat)
-            _check_memory(step, dict(zip(function.slots, flat, strict=True)))
+            function, flat, step = self._capture(call)
             stage = "lowering"
-            run = _lower(step, self._lowering)
-            verifier = None if self._verify is Verify.OFF else StepVerifier(function, flat, step, run)
+            plan = self._builder.plan(step, f"step{len(self._steps)}", (type(self.optimizer), updates, call.view.rules))
+            known = NOT_VERIFIED if self._verify is Verify.OFF else self._builder.known(plan)
+            with self._timed("lower"):
+                run = self._builder.lower(step, plan)
+            with self._timed("verify"):
+                verifier = StepVerifier(function, flat, step, run) if known is None else None
+        except KnownToDisagreeError as error:
+            return self._reject(key, error.verdict, self._eager(inputs, last))
         except Exception as error:  # noqa: BLE001  the user's code or a compiler may raise anything; it is counted
             fallback = Fallback(stage, where, f"{type(error).__name__}: {_first_line(error)}")
             self._fall_back(fallback, CaptureError if stage == "capture" else FallbackError, error)
             self._steps[key] = fallback
             return self._eager(inputs, last)
         if verifier is None:
-            self._steps[key] = compiled = CompiledStep(step, run, "off")
-            return self._run(compiled, call, last, updates)
+            assert known is not None, "neither compared nor known"
+            return self._run(self._add(key, step, plan, run, known), call, last, updates)
+        with self._timed("verify"):
+            before = dict(zip(function.slots, verifier.before, strict=True))
+            loss, compared = self._compare(verifier, before, step, call, inputs, last, updates)
+            verdict = self._builder.keep(plan, compared)
+        if not verdict.ok:
+            return self._reject(key, verdict, loss)
+        self._add(key, step, plan, run, verdict)
+        return loss
+
+    def _capture(self, call: Call) -> tuple[StepFunction, list[Tensor], WholeStep]:
+        """The step as a function, its inputs now, and its graph."""
+        with self._timed("capture"):
+            function, flat = self._live.function(call)
+            step = capture(function, flat)
+            check_memory(step, dict(zip(function.slots, flat, strict=True)))
+        return function, flat, step
+
+    def _compare(
+        self,
+        verifier: StepVerifier,
+        before: Mapping[Slot, Tensor],
+        step: WholeStep,
+        call: Call,
+        inputs: Inputs,
+        last: bool,
+        updates: bool,
+    ) -> tuple[Tensor, TreeComparison]:
+        """Run the eager loop on the live objects and compare it with what `verifier` saw; return the loss too."""
         loss = self._backward(inputs)
         if updates:
             self._update()
-        before = dict(zip(function.slots, verifier.before, strict=True))
-        verdict = verifier.compare(
+        compared = verifier.compare(
             loss, self._live.results(step), lambda: self._float64(step, before, call, inputs, updates)
         )
         if last and not updates:
             self._update()
-        if verdict.ok:
-            self._steps[key] = CompiledStep(step, run, verdict.reason)
-        else:
-            self._steps[key] = fallback = Fallback("verification", where, verdict.reason)
-            self._fall_back(fallback, VerificationError)
+        return loss, compared
+
+    def _add(
+        self, key: Hashable, step: WholeStep, plan: LoweringPlan, run: Callable[..., Any], verdict: Comparison
+    ) -> CompiledStep:
+        self._steps[key] = compiled = CompiledStep(step, plan, run, verdict)
+        self.record.add_fragment(compiled)
+        return compiled
+
+    def _reject(self, key: Hashable, verdict: Comparison, loss: Tensor) -> Tensor:
+        """Leave a signature to the eager loop, whose `loss` this returns: the compiled step disagrees with it."""
+        reason = f"{verdict.what}: {verdict.detail}"
+        self._steps[key] = fallback = Fallback("verification", type(self.model).__name__, reason)
+        self._fall_back(fallback, VerificationError)
         return loss
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.record.add_seconds(what, time.perf_counter() - start)
 
     def _run(self, compiled: CompiledStep, call: Call, last: bool, updates: bool) -> Tensor:
         step = compiled.step
@@ -240,7 +299,7 @@ class TrainStep:
             self._live.finish(step, call)
         elif last:
             self._update()
-        self._compiled_calls += 1
+        compiled.slots[0].hits.bump()
         return loss
 
     def _scale(self, device: torch.device) -> Tensor:
@@ -305,7 +364,7 @@ class TrainStep:
         """Count a fallback, or raise it under `strict`."""
         if self._strict:
             raise kind(f"{fallback.kind} of {fallback.where}: {fallback.reason}") from cause
-        self._fallbacks[fallback] += 1
+        self.record.add_fallback(fallback.kind, fallback.where, fallback.reason)
 
 
 def _check_arguments(model: object, loss_fn: object, optimizer: object, accumulate: object, clip: object) -> None:
@@ -319,62 +378,6 @@ def _check_arguments(model: object, loss_fn: object, optimizer: object, accumula
         raise UserInputError(f"accumulate must be a whole number of at least 1, not {accumulate!r}.")
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise UserInputError(f"clip must be a number above 0 or None, not {clip!r}.")
-
-
-def _check_memory(step: WholeStep, tensors: dict[Slot, Tensor]) -> None:
-    """Refuse what a functional graph would get wrong: two inputs in the same memory, one of them written.
-
-    Raises:
-        CaptureError: naming the input.
-    """
-    for slot in step.written:
-        if slot.role == "argument":
-            raise CaptureError("forward changes one of its arguments in place")
-    shared = overlapping(tensors, step.written)
-    if shared is not None:
-        raise CaptureError(f"{shared.role} {shared.number} shares memory with another input of the step and is changed")
-
-
-def overlapping(tensors: Mapping[Slot, Tensor], written: Iterable[Slot]) -> Slot | None:
-    """A written slot whose memory another slot shares, or None. Meant for one check per graph: it sorts all tensors."""
-    changed = set(written)
-    spans = sorted(
-        (
-            (t.untyped_storage().data_ptr(), int(t.storage_offset()) * t.itemsize, _end(t), slot)
-            for slot, t in tensors.items()
-        ),
-        key=lambda span: span[:3],
-    )
-    reach: dict[int, tuple[int, Slot]] = {}
-    for storage, start, end, slot in spans:
-        last = reach.get(storage)
-        if last is not None and start < last[0] and (slot in changed or last[1] in changed):
-            return slot if slot in changed else last[1]
-        if last is None or end > last[0]:
-            reach[storage] = (end, slot)
-    return None
-
-
-def _end(tensor: Tensor) -> int:
-    """First byte after the tensor in its storage; its start where it is empty."""
-    start = int(tensor.storage_offset())
-    if tensor.numel() == 0:
-        return start * tensor.itemsize
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (start + extent + 1) * tensor.itemsize
-
-
-def _lower(step: WholeStep, lowering: Lowering) -> Callable[..., Sequence[Tensor]]:
-    """Compile the graph of `step`, which stays as it is.
-
-    Random ops stay torch's own under Inductor, so that the step draws the same numbers as the eager loop.
-    """
-    options = (("fallback_random", True),) if step.random and lowering is Lowering.INDUCTOR else ()
-    variant = GraphVariant(lowering=lowering, options=options)
-    inputs = BucketInputs(step.mode, list(step.fakes))
-    with torch.no_grad(), autocast_off(step.device_types):
-        compiled, _ = lower(copy.deepcopy(step.graph_module), inputs, variant, {})
-    return compiled
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,15 @@ from fusewright.capture import whole_step
 from fusewright.capture.optimizer_update import UpdateRule, updated
 from fusewright.capture.whole_step import Slot
 from fusewright.errors import CaptureError, FallbackError, UnknownNameError, UserInputError, VerificationError
-from fusewright.runtime import train_step as train_step_module
-from fusewright.runtime.step_verify import StepVerifier, label
-from fusewright.runtime.train_step import TrainStep, overlapping
+from fusewright.runtime.step_verify import StepBuilder, StepVerifier, label, overlapping
+from fusewright.runtime.train_step import TrainStep
 from tests.runtime.step_pair import Make, Mlp, Pair, adam, sgd, square
+
+
+@pytest.fixture(autouse=True)
+def own_verdicts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test's verdict would stand in for the comparison that these tests count."""
+    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path))
 
 
 def test_checkpointed_dropout_runs_eagerly_and_right() -> None:
@@ -86,7 +92,7 @@ def test_what_no_graph_can_hold_runs_eagerly(kind: type[Mlp], reason: str) -> No
 
 
 def test_a_wrong_lowering_is_caught_and_the_eager_result_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = train_step_module._lower
+    lower = StepBuilder.lower
 
     def broken(*args: Any) -> Callable[..., Any]:
         run = lower(*args)
@@ -98,7 +104,7 @@ def test_a_wrong_lowering_is_caught_and_the_eager_result_used(monkeypatch: pytes
 
         return wrong
 
-    monkeypatch.setattr(train_step_module, "_lower", broken)
+    monkeypatch.setattr(StepBuilder, "lower", broken)
     report = Pair(Mlp(), sgd(), strict=False).train(3)
     assert [(f["kind"], f["count"]) for f in report["fallbacks"]] == [("verification", 3)]
     with pytest.raises(VerificationError, match="param 0"):
@@ -136,7 +142,7 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_signatures_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_step_module, "MAX_SIGNATURES", 2)
+    monkeypatch.setattr("fusewright.runtime.train_step.MAX_SIGNATURES", 2)
     pair = Pair(Mlp(), sgd(), strict=False)
     for size in (2, 3, 4, 5):
         pair.train(1, size, 4)

@@ -31,6 +31,11 @@ _BLIND_TO_STRIDES = {
     "matmul", "bmm", "cat", "linear", "layer_norm", "rms_norm", "scaled_dot_product_attention", "to", "float",
     "half", "bfloat16", "pow", "mean", "sum", "rsqrt", "masked_fill", "where", "dropout",
 }
+# Views that say what they select in terms of axes, not of memory (as `as_strided` does).
+_VIEWS = {
+    "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "swapaxes", "permute", "movedim",
+    "t", "mT", "expand", "getitem", "select", "narrow", "chunk", "split", "unbind",
+}
 # fmt: on
 
 
@@ -152,7 +157,7 @@ def _views(old: fx.Node, new: fx.Node) -> dict[fx.Node, Any] | None:
                 continue
             try:
                 values[user] = fake_result(user, values)
-            except RuntimeError:
+            except (RuntimeError, ValueError):  # torch's own functions raise one, its fake versions the other
                 return None
             if not storages_in(values[user]) & storages_of(new):
                 return None
@@ -161,17 +166,13 @@ def _views(old: fx.Node, new: fx.Node) -> dict[fx.Node, Any] | None:
 
 
 def _is_read_blindly(node: fx.Node) -> bool:
-    """Whether nothing that reads `node`, views apart, can tell how it lies in memory, or writes to it."""
+    """Whether nothing that reads `node` can tell how it lies in memory, or writes to it."""
     for user in node.users:
         is_view = bool(storages_of(user) & storages_of(node))
-        if user.op == "output" or written_by(user) or not (is_view or _is_blind(user)):
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        if user.op == "output" or written_by(user) or name not in (_VIEWS if is_view else _BLIND_TO_STRIDES):
             return False
     return True
-
-
-def _is_blind(user: fx.Node) -> bool:
-    name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-    return name in _BLIND_TO_STRIDES
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusewright.capture.graph import role_of
 from fusewright.capture.values import tensor_of, value_of
@@ -34,8 +35,8 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def is_weight(node: Any) -> bool:
-    """Whether `node` is a placeholder that holds a parameter or a buffer of the model."""
-    if not isinstance(node, fx.Node) or node.op != "placeholder":
+    """Whether `node` is a placeholder that holds a parameter or a buffer of the model; none of a tensor subclass."""
+    if not isinstance(node, fx.Node) or node.op != "placeholder" or is_traceable_wrapper_subclass(value_of(node)):
         return False
     return role_of(node, value_of(node)) in ("parameter", "buffer")
 
@@ -47,8 +48,16 @@ def storages_of(node: fx.Node) -> set[int]:
 
 def storages_in(value: Any) -> set[int]:
     """Identities of the storages of all tensors in `value`, a tensor or a tree of them."""
-    leaves = pytree.tree_leaves(value)
-    return {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor) and x.layout is torch.strided}
+    found: set[int] = set()
+    pending = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    while pending:
+        tensor = pending.pop()
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            pending += [getattr(tensor, name) for name in names]
+        elif tensor.layout is torch.strided:
+            found.add(tensor.untyped_storage()._cdata)
+    return found
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

@@ -1,0 +1,320 @@
+"""Frozen weights through `optimize`: right after every way to change a weight, computed once where none changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusewright
+from fusewright.api import explain, optimize_with
+from fusewright.capture.variant import GraphVariant, Lowering
+from fusewright.passes.frozen.hoist import Hoisted
+from tests.passes.frozen.frozen_pass import randomized
+
+
+class Net(nn.Module):
+    """A convolution with batch norm, then two layers of one input: something for every pass on frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.gate, self.up = nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.relu(self.norm(self.conv(x)), inplace=True).mean((2, 3))
+        return nn.functional.silu(self.gate(y)) * self.up(y)
+
+
+def frozen(model: nn.Module, **options: Any) -> Any:
+    """`model`, optimized in place with frozen weights and a lowering that takes no seconds to compile."""
+    choose = lambda fingerprint, bucket: GraphVariant(None, Lowering.AOT_EAGER)  # noqa: E731 - one expression
+    return optimize_with(model, choose=choose, frozen_weights=True, **options)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 3, 7, 7)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry a computation of hoisted values."""
+    runs: list[int] = []
+    original = Hoisted._compute
+
+    def counted(self: Hoisted, given: Any) -> Any:
+        runs.append(len(given))
+        return original(self, given)
+
+    monkeypatch.setattr(Hoisted, "_compute", counted)
+    return runs
+
+
+def eager(model: nn.Module, x: Tensor) -> Tensor:
+    """What the class computes from the model's present weights, compiled code left out."""
+    result: Tensor = model._call_impl(x)
+    return result
+
+
+def check(model: nn.Module, x: Tensor) -> None:
+    torch.testing.assert_close(model(x), eager(model, x), rtol=1e-4, atol=1e-5)
+
+
+def other_state(model: nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    return {k: torch.rand_like(v) + 0.5 if v.is_floating_point() else v for k, v in model.state_dict().items()}
+
+
+def step_with(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        optimizer = make(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    return change
+
+
+class OldStyle(torch.optim.Optimizer):
+    """Writes through `.data`, as optimizers did before there was `no_grad`."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.5)
+
+
+def in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.gate.weight.mul_(3.0)
+
+
+def in_inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        model.conv.weight.mul_(3.0)
+
+
+def running_statistics(model: Any) -> None:
+    model.norm.running_var.mul_(4.0)
+
+
+def data_swap(model: Any) -> None:
+    model.up.weight.data = torch.randn_like(model.up.weight)
+
+
+def another_place(model: Any) -> None:
+    """Same storage, same version, another offset."""
+    model.up.weight.data = model.rows[6:]
+
+
+def new_parameter(model: Any) -> None:
+    model.conv.weight = nn.Parameter(torch.randn_like(model.conv.weight))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "load_state_dict": lambda m: m.load_state_dict(other_state(m)),
+    "load_state_dict assign": lambda m: m.load_state_dict(other_state(m), assign=True),
+    "to float64 and back": lambda m: m.double().float(),
+    "SGD": step_with(lambda p: torch.optim.SGD(p, 0.1)),
+    "Adam foreach": step_with(lambda p: torch.optim.Adam(p, 0.1, foreach=True)),
+    "Adam fused": step_with(lambda p: torch.optim.Adam(p, 0.1, fused=True)),
+    "old style": step_with(OldStyle),
+    "in place": in_place,
+    "in inference mode": in_inference_mode,
+    "running statistics": running_statistics,
+    "data swap": data_swap,
+    "another place in a storage": another_place,
+    "new parameter": new_parameter,
+    "a loss of frozen gradients": lambda m: m.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_refreshes_after(name: str, x: Tensor, computed: list[int]) -> None:
+    net = Net()
+    net.rows = torch.randn(12, 8)  # type: ignore[assignment]
+    net.up.weight.data = net.rows[:6]
+    model = frozen(randomized(net), strict=True)
+    with torch.no_grad():
+        check(model, x)
+    before = eager(model, x)
+    CHANGES[name](model)
+    unchanged = name in ("to float64 and back", "a loss of frozen gradients")
+    assert torch.allclose(before, eager(model, x)) == unchanged, "the change must show, or the test shows nothing"
+    with torch.no_grad():
+        check(model, x)
+        count = len(computed)
+        check(model, x)
+        check(model, x + 1)
+    assert len(computed) == count, "computed again although nothing changed"
+    assert explain(model).to_dict()["fallbacks"] == []
+
+
+def test_computes_once_and_says_what_it_did(x: Tensor, computed: list[int]) -> None:
+    model = frozen(randomized(Net()), strict=True)
+    with torch.no_grad():
+        for _ in range(4):
+            check(model, x)
+    assert computed == [6 + 4]  # the convolution's and the norm's; two layers' weights and biases
+    assert explain(model).to_dict()["rewrites"] == {"fold_batch_norm": 1, "merge_linears": 1}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_to_another_dtype(mode: Callable[[], Any], x: Tensor) -> None:
+    model = frozen(randomized(Net()), strict=True)
+    with mode():
+        check(model, x)
+    model.to(torch.float64)
+    with mode():
+        check(model, x.double())
+        assert model(x.double()).dtype == torch.float64
+    model.to(torch.float32)
+    in_place(model)
+    with mode():
+        check(model, x)
+
+
+def test_training_and_back(x: Tensor, computed: list[int]) -> None:
+    model = frozen(randomized(Net()), strict=True)
+    with torch.no_grad():
+        check(model, x)
+    model.train()
+    twin = copy.deepcopy(model)
+    loss = model(x).square().sum()
+    loss.backward()
+    expected = twin._call_impl(x).square().sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+    assert len(computed) == 1
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.eval()
+    with torch.no_grad():
+        check(model, x)
+    reasons = {d["reason"] for d in explain(model).to_dict()["declines"]}
+    assert {"normalizes by the statistics of the batch", "gradients are asked for"} & reasons
+
+
+def test_gradients_in_evaluation_are_of_the_weights_themselves(x: Tensor, computed: list[int]) -> None:
+    model = frozen(randomized(Net()), strict=True)
+    model(x).sum().backward()
+    found = model.conv.weight.grad.clone()
+    model.zero_grad()
+    eager(model, x).sum().backward()
+    torch.testing.assert_close(found, model.conv.weight.grad, rtol=1e-4, atol=1e-5)
+    assert computed == []
+    assert "gradients are asked for" in {d["reason"] for d in explain(model).to_dict()["declines"]}
+
+
+def test_a_copy_has_weights_of_its_own(x: Tensor) -> None:
+    model = frozen(randomized(Net()), strict=True)
+    with torch.no_grad():
+        check(model, x)
+        other = copy.deepcopy(model)
+        in_place(other)
+        check(other, x)
+        check(model, x)
+        assert not torch.allclose(model(x), other(x))
+    assert explain(other).to_dict()["rewrites"] == explain(model).to_dict()["rewrites"]
+
+
+class Pair(nn.Module):
+    """Two uses of one convolution with factors of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.conv(x)) * 2 - self.other(self.conv(y)) * 3
+        return result
+
+
+def test_two_uses_of_one_weight(x: Tensor) -> None:
+    model, y = frozen(randomized(Pair()), strict=True), torch.randn_like(x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, y), model._call_impl(x, y), rtol=1e-4, atol=1e-5)
+        model.conv.weight.add_(1.0)
+        torch.testing.assert_close(model(x, y), model._call_impl(x, y), rtol=1e-4, atol=1e-5)
+    assert explain(model).to_dict()["rewrites"] == {"fold_batch_norm": 2}
+
+
+def test_a_write_past_the_version_counter_is_found_by_verifying_always(x: Tensor) -> None:
+    """Nothing tells that `.data` was written to in place: only comparing does."""
+    model = frozen(randomized(Net()), verify="always")
+    with torch.no_grad():
+        check(model, x)
+        model.conv.weight.data.mul_(3.0)
+        check(model, x)
+    assert [f["kind"] for f in explain(model).to_dict()["fallbacks"]] == ["verification"]
+
+
+def test_weights_made_in_inference_mode_are_counted_and_right(x: Tensor) -> None:
+    with torch.inference_mode():
+        model = frozen(randomized(Net()))
+        check(model, x)
+        model.conv.weight.mul_(3.0)
+        check(model, x)
+    assert {f["kind"] for f in explain(model).to_dict()["fallbacks"]} == {"frozen_weights"}
+
+
+def test_dynamic_shapes_share_the_folded_weights(x: Tensor) -> None:
+    model = frozen(randomized(Net()), dims={"x": {0: "batch"}}, buckets={"batch": [4, 16]}, strict=True)
+    with torch.no_grad():
+        for size in (2, 3, 9, 4, 16):
+            check(model, torch.randn(size, 3, 7, 7))
+        in_place(model)
+        for size in (2, 9):
+            check(model, torch.randn(size, 3, 7, 7))
+
+
+def test_hugging_face_llama() -> None:
+    pytest.importorskip("transformers")
+    from tests.models.mini import _llama
+
+    model, ids = frozen(_llama().eval(), strict=True), torch.randint(100, (2, 9))
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(
+                model(input_ids=ids).logits, model._call_impl(input_ids=ids).logits, rtol=1e-4, atol=1e-5
+            )
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    rewrites = explain(model).to_dict()["rewrites"]
+    assert (rewrites["merge_linears"], rewrites["fuse_attention"]) == (4, 2)
+
+
+def test_timm_residual_network() -> None:
+    timm = pytest.importorskip("timm")
+    net = timm.models.resnet.ResNet(timm.models.resnet.Bottleneck, (1, 1, 1, 1), channels=(8, 8, 8, 8), num_classes=5)
+    model, images = frozen(randomized(net), strict=True), torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        check(model, images)
+    assert explain(model).to_dict()["rewrites"]["fold_batch_norm"] == sum(
+        isinstance(m, nn.BatchNorm2d) for m in net.modules()
+    )
+
+
+@pytest.mark.slow
+def test_inductor_agrees_with_torch_compile(x: Tensor) -> None:
+    plain = randomized(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)))
+    model = fusewright.optimize(copy.deepcopy(plain), frozen_weights=True, strict=True)
+    rival = torch.compile(plain)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), rival(x), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(model(x), plain._call_impl(x), rtol=1e-4, atol=1e-5)
+            for one in (model, plain):
+                one[0].weight.mul_(2.0)
+                one[1].running_mean.add_(1.0)
+    told = explain(model).to_dict()
+    assert (told["rewrites"], told["fallbacks"]) == ({"fold_batch_norm": 1}, [])
+    assert [v["ok"] for v in told["verified"]] == [True]

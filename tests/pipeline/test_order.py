@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fusewright.capture.graph import copy_graph
@@ -17,9 +17,9 @@ from fusewright.tools.pass_tester import capture
 from tests.pipeline.little import pipeline
 
 
-def run(gm: fx.GraphModule, passes: list[Pass]) -> PipelineResult:
-    line = pipeline(*passes)
-    _, result = line.rewrite(lambda: copy_graph(gm), passes, PassContext(device="cuda"), "order")
+def run(gm: fx.GraphModule, passes: list[Pass], *, frozen: bool = False) -> PipelineResult:
+    line, ctx = pipeline(*passes), PassContext(device="cuda", frozen_weights=frozen)
+    _, result = line.rewrite(lambda: copy_graph(gm), passes, ctx, "order")
     assert result.failures == []
     return result
 
@@ -73,6 +73,31 @@ def test_rms_norm_and_attention_either_way_round() -> None:
     gm = capture(normed_attention, [*tensors(3), torch.randn(8)]).graph
     for names in (("fuse_rms_norm", "fuse_attention"), ("fuse_attention", "fuse_rms_norm")):
         assert run(gm, named(*names)).rewrites == {"fuse_rms_norm": 3, "fuse_attention": 1}
+
+
+class IdleDropouts(nn.Module):
+    """Dropouts of evaluation: between a convolution and its norm, and before one of two layers of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.gate, self.up = nn.Linear(4, 8), nn.Linear(4, 8)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.drop(self.conv(x))).mean((2, 3))
+        result: Tensor = self.gate(x) * self.up(self.drop(x))
+        return result
+
+
+def test_canonicalize_before_the_frozen_passes() -> None:
+    model = IdleDropouts().eval().requires_grad_(False)
+    gm = capture(model, (torch.randn(2, 3, 6, 6),)).graph
+    passes = named("canonicalize", "fold_batch_norm", "merge_linears")
+    assert run(gm, passes, frozen=True).rewrites == {"canonicalize": 2, "fold_batch_norm": 1, "merge_linears": 1}
+    swapped = run(gm, [*passes[1:], passes[0]], frozen=True)
+    assert swapped.rewrites == {"canonicalize": 2}
+    assert {name for name, _, _ in swapped.declines} >= {"fold_batch_norm"}
 
 
 def test_no_two_stages_share_a_run() -> None:

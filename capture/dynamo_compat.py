@@ -138,3 +138,28 @@ def has_matching_entry(frame: Any) -> bool:
 def symbol_sources(shape_env: Any, symbol: Any) -> list[Any]:
     """The sources that `symbol` was made from."""
     return list(shape_env.var_to_sources.get(symbol, ()))
+
+
+class SizeFixedError(Exception):
+    """Code that must not fix a dynamic size asked a question that only a fixed size answers."""
+
+
+@contextlib.contextmanager
+def sizes_stay_dynamic(shape_env: Any) -> Iterator[None]:
+    """Raise `SizeFixedError` where `shape_env` would add a guard.
+
+    After capture, Dynamo has built its guards: one added later would be checked by nobody, and a graph lowered for one
+    size would serve all. torch has this context itself from 2.14 on.
+    """
+
+    def refuse(expr: Any, value: Any) -> None:
+        raise SizeFixedError(f"it asks whether {expr}, which would fix a dynamic size")
+
+    before = shape_env.frozen
+    shape_env.frozen = True
+    shape_env._check_frozen = refuse
+    try:
+        yield
+    finally:
+        shape_env.frozen = before
+        del shape_env._check_frozen

@@ -19,3 +19,15 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     """The fake tensor of `node`, or None where it is no node or holds something else."""
     value = value_of(node) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def shape_env_of(gm: fx.GraphModule) -> Any:
+    """The ShapeEnv of the graph's symbolic sizes, or None where all sizes are numbers."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            value = value_of(node)
+            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+            for size in sizes:
+                if isinstance(size, torch.SymInt):
+                    return size.node.shape_env
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,8 +10,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fusewright.capture.dynamo_compat import sizes_stay_dynamic
 from fusewright.capture.graph import copy_graph
 from fusewright.capture.spec import IllegalGraph, Snapshot, check_graph
+from fusewright.capture.values import shape_env_of
 from fusewright.capture.variant import GraphVariant
 from fusewright.config import Numerics, Settings
 from fusewright.errors import PassFailedError, UserInputError, unknown_name
@@ -184,9 +187,12 @@ def _run_checked(one: Pass, gm: fx.GraphModule, ctx: PassContext) -> int:
     Raises:
         BrokenContract: no count, or 0 from a graph that changed.
         IllegalGraph: a rule of `capture.spec`.
+        SizeFixedError: the pass would hold for one size only.
     """
     before = Snapshot.of(gm)
-    count = one.run(gm, ctx)
+    env = shape_env_of(gm)
+    with contextlib.nullcontext() if env is None else sizes_stay_dynamic(env):
+        count = one.run(gm, ctx)
     if type(count) is not int or count < 0:
         raise BrokenContract(f"run returned {count!r}, not a number of rewrites")
     if count:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from fusewright.fusion.match.sizes import same
 from fusewright.passes.base import tensor_of
 
 
@@ -181,7 +182,7 @@ def number(value: Any) -> float | None:
         return number(value.args[0])
     if name == "full" and len(value.args) > 1 and all(size == 1 for size in _as_sequence(value.args[0])):
         return number(value.args[1])
-    if name == "to" and tensor_of(value) is not None and shape_of(value).numel() == 1:
+    if name == "to" and tensor_of(value) is not None and all(same(size, 1) for size in shape_of(value)):
         return number(value.args[0])
     return None
 

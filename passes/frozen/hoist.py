@@ -23,7 +23,8 @@ Callee = Callable[..., Any]
 Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 _version = operator.attrgetter("_version")
-_address = torch._C._storage_address  # of the storage object: unique while something refers to it, if only weakly
+# Of the storage object: unique while something refers to it, if only weakly.
+_address = torch._C._storage_address  # type: ignore[attr-defined]
 _pointer = torch.Tensor.data_ptr
 
 
@@ -272,5 +273,5 @@ def _replace(graph: fx.Graph, frontier: Sequence[fx.Node], placeholders: Sequenc
         with graph.inserting_after(last):
             last = graph.placeholder(f"frozen_{number}")
         last.meta = {**copy.copy(node.meta), "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
-        last._dynamo_source = LocalSource(f"frozen_{number}")  # type: ignore[attr-defined]
+        last._dynamo_source = LocalSource(f"frozen_{number}")
         node.replace_all_uses_with(last)

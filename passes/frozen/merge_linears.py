@@ -13,7 +13,8 @@ from torch.nn import functional
 from fusewright.capture.values import tensor_of, value_of
 from fusewright.config import Numerics
 from fusewright.passes.base import Pass, PassContext, Stage
-from fusewright.passes.frozen import weights
+from fusewright.passes.frozen import layers, weights
+from fusewright.passes.frozen.layers import dtype_of, operand, read_layer
 from fusewright.passes.frozen.weights import (
     emit,
     fake_result,
@@ -48,9 +49,8 @@ class _Linear:
 
     def kind(self) -> tuple[Any, ...]:
         """What must be equal for two layers to be merged."""
-        value = tensor_of(self.node)
-        assert value is not None, self.node
-        return self.input, _dtype(self.weight), value.dtype, None if self.bias is None else _dtype(self.bias)
+        bias = None if self.bias is None else dtype_of(self.bias)
+        return self.input, dtype_of(self.weight), dtype_of(self.node), bias
 
 
 class MergeLinears(Pass):
@@ -81,7 +81,7 @@ class MergeLinears(Pass):
         return merged
 
     def digest_sources(self) -> Sequence[object]:
-        return (weights,)
+        return (layers, weights)
 
 
 def _groups(graph: fx.Graph, ctx: PassContext) -> list[list[_Linear]]:
@@ -104,13 +104,10 @@ def _groups(graph: fx.Graph, ctx: PassContext) -> list[list[_Linear]]:
 def _read(node: fx.Node) -> _Linear | None:
     if node.op != "call_function" or node.target is not functional.linear:
         return None
-    given = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
-    source, weight, bias = given["input"], given["weight"], given.get("bias")
-    if tensor_of(source) is None or tensor_of(weight) is None or tensor_of(node) is None:
+    layer, source = read_layer(node), operand(node, 0, "input")
+    if isinstance(layer, str) or tensor_of(source) is None:
         return None
-    if tensor_of(weight).dim() != 2 or (bias is not None and tensor_of(bias) is None):  # type: ignore[union-attr]
-        return None
-    return _Linear(node, source, weight, bias)
+    return _Linear(node, source, layer.weight, layer.bias)
 
 
 def _input_changes(graph: fx.Graph, group: Sequence[_Linear]) -> bool:
@@ -173,9 +170,3 @@ def _is_read_blindly(node: fx.Node) -> bool:
         if user.op == "output" or written_by(user) or name not in (_VIEWS if is_view else _BLIND_TO_STRIDES):
             return False
     return True
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    value = tensor_of(node)
-    assert value is not None, node
-    return value.dtype

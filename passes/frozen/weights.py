@@ -98,7 +98,7 @@ def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.
     return found
 
 
-def _written_by_options(node: fx.Node, target: Callable[..., Any]) -> list[fx.Node]:
+def _written_by_options(node: fx.Node, target: Callable[..., Any] | str) -> list[fx.Node]:
     """What `inplace=True`, running statistics and `max_norm` make a function of `torch.nn.functional` write to."""
     if not inspect.isfunction(target):
         return []

@@ -8,11 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fusewright.capture.fingerprint import fingerprint
 from fusewright.capture.record import Record, Verdict
 from fusewright.capture.shapes import ShapeBucket
+from fusewright.capture.step_state import ambient_key
 from fusewright.capture.variant import GraphVariant, Lowering
 from fusewright.capture.whole_step import Slot, StepFunction, WholeStep, autocast_off
 from fusewright.errors import CaptureError
@@ -23,7 +26,7 @@ from fusewright.runtime import fragment
 from fusewright.runtime.fakes import BucketInputs
 from fusewright.runtime.lower import GraphHook, lower
 from fusewright.runtime.verdicts import VerdictFolder, verdict_key
-from fusewright.runtime.verify import Comparison
+from fusewright.runtime.verify import Comparison, why_not_comparable
 
 NO_FORWARD = "forward passes are not run on whole steps"
 """Why a pass of the stage FORWARD is declined: a step's graph is ATen, forward and backward in one."""
@@ -32,6 +35,18 @@ NO_FORWARD = "forward passes are not run on whole steps"
 def label(slot: Slot) -> str:
     """A name for a slot in records, such as `state 3 exp_avg`."""
     return f"{slot.role} {slot.number} {slot.name}".strip()
+
+
+def eager_side(module: nn.Module, optimizer: Optimizer) -> tuple[Hashable, ...]:
+    """What of the eager loop a graph does not tell; a verdict on an equal graph must not cover another loop.
+
+    A wrapper such as DistributedDataParallel works in hooks below Python that no trace sees: only the comparison finds
+    out, so it must not be skipped because the wrapped module alone was found right.
+    """
+    kinds = tuple(f"{type(part).__module__}.{type(part).__qualname__}" for part in module.modules())
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    devices = sorted({tensor.device.type for tensor in (*module.parameters(), *module.buffers())})
+    return (kinds, type(optimizer).__qualname__, world, ambient_key(devices))
 
 
 @dataclass(frozen=True)
@@ -138,13 +153,15 @@ class StepBuilder:
 
         return GraphHook(self._pipeline, passes, plan.ctx, name, report)
 
-    def known(self, plan: LoweringPlan) -> Comparison | None:
+    def known(self, step: WholeStep, plan: LoweringPlan) -> Comparison | None:
         """The verdict of an earlier process (or of an earlier `TrainStep`) on the same lowering, or None.
 
         Raises:
             KnownToDisagreeError: the verdict is bad.
         """
-        found = self._verdicts.read(plan.key)
+        # every rank has to repeat a step with collectives, so that none may skip the comparison that another one makes
+        alone = why_not_comparable(step.graph_module) is None
+        found = self._verdicts.read(plan.key) if alone else None
         if found is None:
             return None
         verdict = Comparison(found["ok"], f"{found['what']} (verified earlier)", found["detail"])

@@ -34,6 +34,7 @@ from fusewright.runtime.step_verify import (
     StepBuilder,
     StepVerifier,
     check_memory,
+    eager_side,
     label,
 )
 from fusewright.runtime.verdicts import VerdictFolder
@@ -159,9 +160,12 @@ class TrainStep:
         last = self._micro_step + 1 == self._accumulate
         off = self._disabled or OFF.depth > 0
         loss = self._eager(inputs, last) if off or not torch.is_grad_enabled() else self._dispatch(inputs, last)
-        self._micro_step = 0 if last else self._micro_step + 1
+        self._advance()
         (self.record.disabled_calls if off else self.record.calls).bump()
         return loss
+
+    def _advance(self) -> None:
+        self._micro_step = (self._micro_step + 1) % self._accumulate
 
     def report(self) -> dict[str, Any]:
         """What happened so far: calls, graphs (one per signature), their nodes, lowerings, rewrites of passes, and
@@ -204,7 +208,7 @@ class TrainStep:
         return reason is None
 
     def _first_call(self, key: Hashable, call: Call, inputs: Inputs, last: bool, updates: bool) -> Tensor:
-        """Capture, lower and verify for a new signature; the result is the eager loop's, which the check needs."""
+        """Capture, lower and verify for a new signature; the result is the eager loop's where a comparison needs it."""
         where = type(self.model).__name__
         if len(self._steps) >= MAX_SIGNATURES:
             reason = f"more than {MAX_SIGNATURES} signatures"
@@ -214,8 +218,10 @@ class TrainStep:
         try:
             function, flat, step = self._capture(call)
             stage = "lowering"
-            plan = self._builder.plan(step, f"step{len(self._steps)}", (type(self.optimizer), updates, call.view.rules))
-            known = NOT_VERIFIED if self._verify is Verify.OFF else self._builder.known(plan)
+            plan = self._builder.plan(
+                step, f"step{len(self._steps)}", (updates, call.view.rules, *eager_side(self._module, self.optimizer))
+            )
+            known = NOT_VERIFIED if self._verify is Verify.OFF else self._builder.known(step, plan)
             with self._timed("lower"):
                 run = self._builder.lower(step, plan)
             with self._timed("verify"):
@@ -363,6 +369,8 @@ class TrainStep:
     def _fall_back(self, fallback: Fallback, kind: type[FusewrightError], cause: BaseException | None = None) -> None:
         """Count a fallback, or raise it under `strict`."""
         if self._strict:
+            if kind is VerificationError:  # the only one raised after the eager loop's step
+                self._advance()
             raise kind(f"{fallback.kind} of {fallback.where}: {fallback.reason}") from cause
         self.record.add_fallback(fallback.kind, fallback.where, fallback.reason)
 

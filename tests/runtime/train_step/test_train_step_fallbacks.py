@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +18,7 @@ from fusewright.capture.whole_step import Slot
 from fusewright.errors import CaptureError, FallbackError, UnknownNameError, UserInputError, VerificationError
 from fusewright.runtime.step_verify import StepBuilder, StepVerifier, label, overlapping
 from fusewright.runtime.train_step import TrainStep
-from tests.runtime.step_pair import Make, Mlp, Pair, adam, sgd, square
-
-
-@pytest.fixture(autouse=True)
-def own_verdicts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test's verdict would stand in for the comparison that these tests count."""
-    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path))
+from tests.runtime.train_step.step_pair import Make, Mlp, Pair, adam, sgd, square
 
 
 def test_checkpointed_dropout_runs_eagerly_and_right() -> None:

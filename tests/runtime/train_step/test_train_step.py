@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pathlib
 from typing import Any
 
 import pytest
@@ -15,13 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from fusewright.runtime.train_step import TrainStep
-from tests.runtime.step_pair import TOLERANCE, Make, Mlp, Pair, adam, adamw, batches, sgd, square
-
-
-@pytest.fixture(autouse=True)
-def own_verdicts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test's verdict would stand in for the comparison that these tests count."""
-    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path))
+from tests.runtime.train_step.step_pair import TOLERANCE, Make, Mlp, Pair, adam, adamw, batches, sgd, square
 
 
 class Conv(nn.Module):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 from fusewright.runtime.step_verify import StepVerifier
 from fusewright.runtime.train_step import TrainStep
-from tests.runtime.step_pair import Mlp, adamw, square
+from tests.runtime.train_step.step_pair import adamw, square
 
 
 def main() -> None:
     torch.manual_seed(0)
-    model = Mlp()
+    model = nn.Linear(4, 3)
     compared: list[StepVerifier] = []
     init = StepVerifier.__init__
 
@@ -30,7 +31,7 @@ def main() -> None:
         json.dumps(
             {
                 "losses": losses,
-                "weight": model.inner.weight.detach().flatten()[:4].tolist(),
+                "weight": model.weight.detach().flatten()[:4].tolist(),
                 "compared": len(compared),
                 "compiled_calls": report["compiled_calls"],
                 "verified": report["graphs"][0]["verified"],

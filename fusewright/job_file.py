@@ -62,7 +62,8 @@ def _load_file(path: str) -> ModuleType:
     if not file.is_file():
         raise UserInputError(f"job file {path} does not exist.")
     spec = importlib.util.spec_from_file_location(f"fusewright_job_{file.stem}", file)
-    assert spec is not None and spec.loader is not None, path
+    assert spec is not None, path
+    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look the module up by name
     spec.loader.exec_module(module)

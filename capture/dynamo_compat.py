@@ -120,6 +120,11 @@ def model_raised(error: Exception) -> bool:
     return seen or isinstance(error, (dynamo.exc.TorchRuntimeError, dynamo.exc.ObservedException))
 
 
+def inside_transform() -> bool:
+    """True inside a transform of `torch.func` (grad, vmap), around which Dynamo cannot start a graph."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def capture_lock() -> Any:
     """Dynamo's own lock.
 

@@ -174,6 +174,8 @@ class _Hook:
         if not compat.is_users_code(code) and code is not self.front.root_code:
             return self.inner(frame, cache_entry, frame_state)
         where = f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})"
+        if compat.inside_transform():
+            return self._inside_transform(where)
         info = self._mark(frame, where)
         duck_shape = len(set(info.sizes.values())) == len(info.sizes)
         with compat.capture_lock():
@@ -201,6 +203,16 @@ class _Hook:
                 raise self._explained(info.error, where) from info.error
         self._count(frame, result, info, breaks)
         return result
+
+    def _inside_transform(self, where: str) -> Any:
+        """Left to itself, Dynamo would give the frame up for good, also for calls outside of the transform."""
+        reason = "called inside a torch.func transform; this call ran eagerly"
+        if self.front.strict:
+            raise FallbackError(
+                f"{where}: {reason}. Apply the transform inside the model, or use fusewright.disabled()."
+            )
+        self.front.record.add_fallback("skipped_frame", where, reason)
+        return compat.eager_this_once()
 
     def _runs_this_once(self, error: Exception, where: str) -> Any:
         """Dynamo says that the user's code raises here: let it, so that the caller sees its own exception.

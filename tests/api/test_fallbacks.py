@@ -184,3 +184,23 @@ def test_side_effects_happen_once_a_call() -> None:
         assert model.calls == number
         torch.testing.assert_close(model.last, x * 3)
     assert model.seen == [5, 5, 5, 6, 6, 6]
+
+
+def test_a_transform_around_the_model_runs_eagerly_and_costs_no_later_call() -> None:
+    model = Net().eval()
+    reference = copy.deepcopy(model)
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], net: nn.Module) -> Tensor:
+        return torch.func.functional_call(net, weights, (batch(),)).square().sum()
+
+    cheap(model)
+    found, expected = (torch.func.grad(loss)(parameters, net) for net in (model, reference))
+    torch.testing.assert_close(found, expected)
+    assert fallbacks(model, "skipped_frame")[0]["reason"].startswith("called inside a torch.func transform")
+    torch.testing.assert_close(model(batch()), reference(batch()))
+    data = fusewright.explain(model).to_dict()
+    assert (data["calls"], data["dispatched"]) == (2, 1)
+    strict = cheap(Net().eval(), strict=True)
+    with pytest.raises(FallbackError, match=r"torch\.func transform.*disabled"):
+        torch.func.grad(loss)(parameters, strict)

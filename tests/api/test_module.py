@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pathlib
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -246,10 +248,30 @@ def test_optimizing_twice_replaces_the_options() -> None:
     assert fusewright.explain(model).to_dict()["buckets"][0]["range"].startswith("batch=2..")
 
 
-def test_optimized_submodules_inside_an_optimized_model() -> None:
+def test_optimized_submodules_become_part_of_an_optimized_model() -> None:
     model, reference = pair(nn.Sequential(Net(), nn.Linear(3, 3)).eval())
     cheap(model[0])
-    torch.testing.assert_close(model(batch()), reference(batch()), **CLOSE)
+    check_same(model, reference, batch())
+    data = fusewright.explain(model).to_dict()
+    assert (data["graphs"], data["dispatched"], data["fallbacks"]) == (1, 1, [])
+
+
+def test_functional_call_with_other_parameters() -> None:
+    model, reference = pair(Net().eval())
+    others = {name: value.detach() * 2 for name, value in model.named_parameters()}
+    found, expected = (torch.func.functional_call(net, others, (batch(),)) for net in (model, reference))
+    torch.testing.assert_close(found, expected, **CLOSE)
+    check_same(model, reference, batch())
+
+
+def test_an_optimized_model_and_its_weights_can_be_collected() -> None:
+    model = cheap(Net().eval())
+    model(batch())
+    alive, weight = weakref.ref(model), weakref.ref(model.first.weight)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert weight() is None
 
 
 def test_plain_torch_compile_takes_the_backend() -> None:

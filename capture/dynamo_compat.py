@@ -18,6 +18,13 @@ from torch._dynamo.types import ConvertFrameReturn
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
 _OPTIMIZE = inspect.signature(dynamo.eval_frame._optimize).parameters
 HAS_ISOLATED_REGIONS = "isolate_recompiles" in _OPTIMIZE
+# Faults of Dynamo itself; those of our backend arrive as BackendCompilerFailed.
+INTERNAL_ERRORS: tuple[type[Exception], ...] = (dynamo.exc.InternalTorchDynamoError, AssertionError)
+# What torch hides from users, but not from a program that makes warnings errors.
+_OWN_WARNINGS = (
+    "The .grad attribute of a Tensor that is not a leaf",
+    "<class 'torch.autograd.function.Function'> should not be instantiated",
+)
 RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (dynamo.exc.FailOnRecompileLimitHit,)
 
 
@@ -35,7 +42,7 @@ def compile_options(recompile_limit: int, *, duck_shape: bool) -> Iterator[None]
 
     - recompile limit: see `frontend.RECOMPILE_LIMIT`.
     - hook guards: torch leaves them out, so a forward hook added later to a submodule would silently not run.
-    - warnings: torch hides one of its own while it looks at tensors, but not from a program that makes warnings errors.
+    - warnings: see _OWN_WARNINGS.
     - duck shaping: torch gives two sizes that are equal today one symbol; wrong for two names that differ tomorrow.
     """
     with (
@@ -45,7 +52,8 @@ def compile_options(recompile_limit: int, *, duck_shape: bool) -> Iterator[None]
         ),
         fx_config.patch(use_duck_shape=duck_shape and fx_config.use_duck_shape),  # type: ignore[attr-defined]
     ):
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        for text in _OWN_WARNINGS:
+            warnings.filterwarnings("ignore", text)
         yield
 
 
@@ -107,10 +115,10 @@ def watch_suppressed(callback: Any, see: Callable[[Exception], None]) -> None:
         converter._inner_convert = _Watched(converter._inner_convert, see)
 
 
-def eager_this_once() -> Any:
-    """Dynamo's answer "run this frame as it is"; its next call is looked at again."""
+def run_eagerly(*, for_good: bool = False) -> Any:
+    """Dynamo's answer "run this frame as it is": this call only, or all calls of its code from now on."""
     answer = ConvertFrameReturn()
-    answer.apply_to_code = False
+    answer.apply_to_code = for_good
     return answer
 
 

@@ -30,6 +30,7 @@ Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 # A frame is compiled once per mode (train, eval, no_grad, inference_mode, autocast) and once per static size of 0 or 1.
 # Dynamo's default of 8 is reached by 12 models of one class that share the code object of a broken `forward`.
 RECOMPILE_LIMIT = 64
+CHANCES = 3  # compilations of a frame that may fail inside Dynamo before the frame is given up
 
 
 @dataclass
@@ -101,6 +102,7 @@ class FrontEnd:
     root_code: types.CodeType | None = None
     wrapper_code: types.CodeType | None = None
     compiled_modes: Counter[tuple[types.CodeType, tuple[Any, ...]]] = field(default_factory=Counter)
+    internal_errors: Counter[types.CodeType] = field(default_factory=Counter)
 
     def compile(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Return `call` compiled by Dynamo, with a cache of its own.
@@ -189,6 +191,8 @@ class _Hook:
             except Exception as error:
                 if not self.front.strict and compat.model_raised(error):
                     return self._runs_this_once(error, where)
+                if not self.front.strict and isinstance(error, compat.INTERNAL_ERRORS):
+                    return self._dynamo_failed(error, code, where)
                 explained = self._explained(error, where)
                 if explained is error:
                     raise
@@ -212,7 +216,20 @@ class _Hook:
                 f"{where}: {reason}. Apply the transform inside the model, or use fusewright.disabled()."
             )
         self.front.record.add_fallback("skipped_frame", where, reason)
-        return compat.eager_this_once()
+        return compat.run_eagerly()
+
+    def _dynamo_failed(self, error: Exception, code: types.CodeType, where: str) -> Any:
+        """A fault of Dynamo's own costs the frame its graph, not the caller its result.
+
+        Some come from one call's inputs, so the frame gets a few chances before it is given up.
+        """
+        front = self.front
+        front.internal_errors[code] += 1
+        for_good = front.internal_errors[code] >= CHANCES
+        how = "runs eagerly from now on" if for_good else "this call ran eagerly"
+        reason = f"Dynamo failed, {how}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        front.record.add_fallback("skipped_frame", where, reason)
+        return compat.run_eagerly(for_good=for_good)
 
     def _runs_this_once(self, error: Exception, where: str) -> Any:
         """Dynamo says that the user's code raises here: let it, so that the caller sees its own exception.
@@ -222,7 +239,7 @@ class _Hook:
         cause = error.__cause__ or error
         reason = f"the model raised while it was captured ({type(cause).__name__}); this call ran eagerly"
         self.front.record.add_fallback("skipped_frame", where, reason)
-        return compat.eager_this_once()
+        return compat.run_eagerly()
 
     def _mark(self, frame: Any, where: str) -> FrameInfo:
         front = self.front
@@ -252,7 +269,7 @@ class _Hook:
             return RecompileLimitError(
                 f"{where}: Dynamo's recompile limit was reached; the frame would run eagerly. {text}"
             )
-        if self.front.strict and compat.model_raised(error):
+        if self.front.strict and (compat.model_raised(error) or isinstance(error, compat.INTERNAL_ERRORS)):
             return UncapturedError(f"{where}: the model cannot be captured for these inputs. {text}")
         if self.front.strict and isinstance(error, dynamo.exc.Unsupported):
             return FallbackError(f"{where}: part of the model cannot be captured and would run eagerly. {text}")

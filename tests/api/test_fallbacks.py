@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import convert_frame
 
 import fusewright
 from fusewright.capture import frontend
@@ -204,3 +205,34 @@ def test_a_transform_around_the_model_runs_eagerly_and_costs_no_later_call() -> 
     strict = cheap(Net().eval(), strict=True)
     with pytest.raises(FallbackError, match=r"torch\.func transform.*disabled"):
         torch.func.grad(loss)(parameters, strict)
+
+
+def fail_inside_dynamo(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make Dynamo fail on every graph of `model`; returns what it tried."""
+    tried: list[int] = []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        tried.append(1)
+        raise AssertionError("a fault of Dynamo's")
+
+    monkeypatch.setattr(convert_frame.ConvertFrameAssert, "__call__", broken)
+    return tried
+
+
+def test_a_fault_inside_dynamo_is_counted_and_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cheap(Effects())
+    tried = fail_inside_dynamo(model, monkeypatch)
+    for _ in range(6):
+        torch.testing.assert_close(model(batch()), batch() * 2)
+    assert model.calls == 6
+    assert len(tried) == 2 * frontend.CHANCES  # the call itself, and the forward below it
+    reasons = {f["reason"]: f["count"] for f in fallbacks(model, "skipped_frame") if "optimized_Effects" in f["where"]}
+    assert sorted(reasons.values()) == [1, frontend.CHANCES - 1]
+    assert all("a fault of Dynamo's" in reason for reason in reasons)
+
+
+def test_a_fault_inside_dynamo_is_an_error_under_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cheap(Effects(), strict=True)
+    fail_inside_dynamo(model, monkeypatch)
+    with pytest.raises(FallbackError, match="a fault of Dynamo's"):
+        model(batch())

@@ -21,7 +21,6 @@ from fusewright.passes.frozen.weights import (
     storages_in,
     storages_of,
     weight_only,
-    written_by,
     written_storages,
 )
 
@@ -163,10 +162,10 @@ def _views(old: fx.Node, new: fx.Node) -> dict[fx.Node, Any] | None:
 
 
 def _is_read_blindly(node: fx.Node) -> bool:
-    """Whether nothing that reads `node` can tell how it lies in memory, or writes to it."""
+    """Whether nothing that reads `node` can tell how it lies in memory, writes to it, or returns it."""
     for user in node.users:
         is_view = bool(storages_of(user) & storages_of(node))
         name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        if user.op == "output" or written_by(user) or name not in (_VIEWS if is_view else _BLIND_TO_STRIDES):
+        if name not in (_VIEWS if is_view else _BLIND_TO_STRIDES):
             return False
     return True

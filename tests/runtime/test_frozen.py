@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -215,6 +217,54 @@ def test_gradients_in_evaluation_are_of_the_weights_themselves(x: Tensor, comput
     assert "gradients are asked for" in {d["reason"] for d in explain(model).to_dict()["declines"]}
 
 
+class Parametrized(nn.Module):
+    """Computes its weight from two parameters on every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.direction, self.length = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.length * self.direction / self.direction.pow(2).sum(1, keepdim=True).sqrt()
+        return nn.functional.linear(x, weight)
+
+
+def test_a_computed_weight_is_hoisted_in_inference_and_trains(computed: list[int]) -> None:
+    model, x = frozen(Parametrized(), strict=True), torch.randn(5, 3)
+    with torch.no_grad():
+        check(model, x)
+        check(model, x)
+    assert computed == [2]
+    model(x).square().sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    eager(model, x).square().sum().backward()
+    for one, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-5)
+    assert computed == [2]
+
+
+def test_threads_see_each_change(x: Tensor) -> None:
+    model = frozen(randomized(Net()), strict=True)
+    with torch.no_grad():
+        check(model, x)
+    for _ in range(5):
+        in_place(model)
+        expected = eager(model, x).detach()
+        start = threading.Barrier(4)
+
+        def call() -> Tensor:
+            start.wait()  # noqa: B023  the threads end before the next round
+            with torch.no_grad():
+                result: Tensor = model(x)
+            return result
+
+        with ThreadPoolExecutor(4) as pool:
+            results = [f.result() for f in [pool.submit(call) for _ in range(4)]]
+        for result in results:
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_copy_has_weights_of_its_own(x: Tensor) -> None:
     model = frozen(randomized(Net()), strict=True)
     with torch.no_grad():
@@ -245,7 +295,7 @@ def test_two_uses_of_one_weight(x: Tensor) -> None:
         torch.testing.assert_close(model(x, y), model._call_impl(x, y), rtol=1e-4, atol=1e-5)
         model.conv.weight.add_(1.0)
         torch.testing.assert_close(model(x, y), model._call_impl(x, y), rtol=1e-4, atol=1e-5)
-    assert explain(model).to_dict()["rewrites"] == {"fold_batch_norm": 2}
+    assert explain(model).to_dict()["rewrites"] == {"fold_batch_norm": 2, "fold_scale": 2}
 
 
 def test_a_write_past_the_version_counter_is_found_by_verifying_always(x: Tensor) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import pathlib
-import sys
-from typing import Any
 
 import torch
-from torch import fx
 
 from fusewright.capture.graph import CapturedGraph
 from fusewright.capture.shapes import ShapeBucket
@@ -20,6 +16,7 @@ from fusewright.pipeline.pipeline import Pipeline
 from fusewright.runtime.fakes import bucket_inputs
 from fusewright.runtime.lower import GraphHook, lower
 from fusewright.runtime.verify import Comparison, verify
+from fusewright.tools.reproduced import load
 
 
 def replay(folder: pathlib.Path) -> Comparison:
@@ -27,17 +24,15 @@ def replay(folder: pathlib.Path) -> Comparison:
 
     Args:
         folder: made by `runtime.reproducer.write_reproducer`.
+
+    Raises:
+        UserInputError: the folder is no reproducer.
     """
-    saved = torch.load(folder / "inputs.pt", weights_only=True)
-    args: list[Any] = [
-        a.requires_grad_(g) if isinstance(a, torch.Tensor) else a
-        for a, g in zip(saved["args"], saved["grads"], strict=True)
-    ]
+    taken = load(folder)
+    args = taken.inputs
     variant = GraphVariant.from_json((folder / "variant.json").read_text())
-    sys.path.insert(0, str(folder))
-    gm = fx.symbolic_trace(importlib.import_module("graph.module").Captured())
-    captured = CapturedGraph.build(gm, args, {})
-    training = any(saved["grads"])
+    captured = CapturedGraph.build(taken.graph, args, {})
+    training = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     pipeline = Pipeline(ORDER, read_settings())
     ctx = PassContext(ShapeBucket(), args[0].device.type if isinstance(args[0], torch.Tensor) else "cpu", training)
     rewritten, _ = pipeline.rewrite(captured.copy, pipeline.select(variant, Stage.FORWARD, ctx), ctx, "replay")

@@ -201,8 +201,27 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def _is_written(nodes: set[fx.Node]) -> bool:
-    """Whether anything in the graph writes to one of `nodes`, directly or through a view of it."""
-    for writer in next(iter(nodes)).graph.nodes:
-        if writes_in_place(writer) and writer.all_input_nodes and nodes & _ancestors(writer.all_input_nodes[0]):
-            return True
+    """Whether anything in the graph writes to the memory of one of `nodes`, directly or through a view of it.
+
+    Walks forward only, through users that share memory with what they are made from, so that the cost is that of the
+    mask's own surroundings and not of the whole graph.
+    """
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        step = stack.pop()
+        for user in step.users:
+            if writes_in_place(user) and user.all_input_nodes and user.all_input_nodes[0] is step:
+                return True
+            if user not in seen and user not in nodes and _shares_memory(step, user):
+                seen.add(user)
+                stack.append(user)
     return False
+
+
+def _shares_memory(node: fx.Node, user: fx.Node) -> bool:
+    """Whether `user` may be a view of `node`; where a fake value is missing or is no tensor, it may."""
+    before, after = tensor_of(node), tensor_of(user)
+    if before is None or after is None:
+        return True
+    return before.untyped_storage()._cdata == after.untyped_storage()._cdata

@@ -32,7 +32,10 @@ class Canonicalize(Pass):
             if source is None or not ctx.allow(node):
                 continue
             node.replace_all_uses_with(source)
+            between = _node(node.args[0])
             gm.graph.erase_node(node)
+            if between is not None and between is not source and not between.users:
+                gm.graph.erase_node(between)  # a dead first transpose would count as a user and hide an attention
             removed += 1
         if removed:
             gm.recompile()

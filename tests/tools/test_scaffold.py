@@ -18,7 +18,7 @@ COPIED = ("autotune", "capture", "fusewright", "fusion", "passes")
 ORDER = '''"""é: columns are counted in bytes."""
 
 from fusewright.passes.base import Pass
-from fusewright.passes.memory.b import B
+from fusewright.passes.comm.b import B
 
 ORDER: tuple[Pass, ...] = {literal}
 '''
@@ -97,7 +97,7 @@ def test_the_order_keeps_what_it_had(checkout: pathlib.Path, literal: str, expec
     assert [line.split()[1] for line in before.splitlines() if line.startswith("from")] == [
         "fusewright.passes.base",
         "fusewright.passes.cleanup.new",
-        "fusewright.passes.memory.b",
+        "fusewright.passes.comm.b",
     ]
 
 
@@ -123,12 +123,12 @@ def test_twice_is_refused(checkout: pathlib.Path) -> None:
     add_pass("swap_twice", "cleanup", checkout)
     before = snapshot(checkout)
     with pytest.raises(UserInputError, match="exists already"):
-        add_pass("swap_twice", "memory", checkout)
+        add_pass("swap_twice", "comm", checkout)
     assert snapshot(checkout) == before
 
 
 def test_an_unknown_group_is_an_unknown_name(checkout: pathlib.Path) -> None:
-    with pytest.raises(UnknownNameError, match=r"cleanup.*memory"):
+    with pytest.raises(UnknownNameError, match=r"cleanup.*comm"):
         add_pass("fuse_norm", "nothing_like_it", checkout)
 
 

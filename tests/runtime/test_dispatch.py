@@ -303,3 +303,29 @@ def test_an_input_that_is_a_view_of_a_changed_buffer_is_seen() -> None:
     assert model(torch.ones(4)).tolist() == [10.0] * 4
     assert model(model.seen[:]).tolist() == [20.0] * 4
     assert model(torch.ones(4)).tolist() == [10.0] * 4
+
+
+class Wave(nn.Module):
+    """A pointwise chain with one weight: the cheapest thing that Inductor compiles forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, WIDTH) -> (B, T, WIDTH)."""
+        return (x * self.scale).sin() * 2
+
+
+def test_the_default_lowering_serves_buckets_in_training_and_inference() -> None:
+    model = Wave()
+    reference = copy.deepcopy(model)
+    fusewright.optimize(model, dims={"x": {1: "tokens"}}, buckets={"tokens": [8, 64]})
+    for size in (5, 40, 7, 64):
+        for mode in ("train", "no_grad"):
+            compare_call(model, reference, mode, (torch.randn(3, size, WIDTH),))
+    data = fusewright.explain(model).to_dict()
+    assert (data["calls"], data["dispatched"], data["dynamo_frames"], data["lowerings"]) == (8, 8, 2, 4)
+    assert {b["variant"] for b in data["buckets"]} == {"inductor"}
+    assert all(v["ok"] for v in data["verified"])
+    assert data["fallbacks"] == []

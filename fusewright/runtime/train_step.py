@@ -219,7 +219,9 @@ class TrainStep:
             function, flat, step = self._capture(call)
             stage = "lowering"
             plan = self._builder.plan(
-                step, f"step{len(self._steps)}", (updates, call.view.rules, *eager_side(self._module, self.optimizer))
+                step,
+                f"step{len(self._steps)}",
+                (updates, tuple(call.view.rules), *eager_side(self._module, self.optimizer)),
             )
             known = NOT_VERIFIED if self._verify is Verify.OFF else self._builder.known(step, plan)
             with self._timed("lower"):

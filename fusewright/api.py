@@ -142,7 +142,7 @@ class Optimizer:
 
 
 def explain(model: Any) -> Explanation:
-    """Snapshot of what happened to an optimized module or function so far.
+    """Snapshot of what happened to an optimized module or function, or a `TrainStep`, so far.
 
     Raises:
         UserInputError: the model is not optimized.

@@ -6,6 +6,7 @@ import enum
 import os
 import pathlib
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,6 +24,15 @@ VARIABLES: dict[str, str] = {
 }
 
 _E = TypeVar("_E", bound=enum.Enum)
+
+
+class Off(threading.local):
+    """`depth` is above 0 inside `fusewright.disabled()`, per thread."""
+
+    depth = 0
+
+
+OFF = Off()
 
 
 class Verify(enum.Enum):

@@ -19,23 +19,17 @@ from fusewright.autotune.plan import choose_from
 from fusewright.capture.frontend import CallAgainError, FrontEnd, UncapturedError, second_try
 from fusewright.capture.record import Record
 from fusewright.capture.shapes import Buckets
-from fusewright.config import Numerics, Verify
+from fusewright.config import OFF, Numerics, Verify
 from fusewright.errors import UserInputError
 from fusewright.passes.base import Pass
 from fusewright.pipeline.order import ORDER
 from fusewright.pipeline.pipeline import Pipeline, insert_passes
 from fusewright.runtime.backend import FusewrightBackend
 from fusewright.runtime.fragment import Choose, Services
+from fusewright.runtime.train_step import TrainStep
 from fusewright.runtime.verdicts import VerdictFolder
 
 HANDLE = "_fusewright"  # instance attribute of an optimized module; travels with deepcopy and pickle
-
-
-class _Off(threading.local):
-    depth = 0
-
-
-_OFF = _Off()
 
 
 class _Override(threading.local):
@@ -58,11 +52,11 @@ def choosing(choose: Choose) -> Iterator[None]:
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """Run every optimized model eagerly inside this block, in this thread."""
-    _OFF.depth += 1
+    OFF.depth += 1
     try:
         yield
     finally:
-        _OFF.depth -= 1
+        OFF.depth -= 1
 
 
 @dataclass(frozen=True)
@@ -169,7 +163,7 @@ def build(
     services = services_of(record, options, settings)
     front = FrontEnd(FusewrightBackend(services), record, options.dims, signature, options.strict)
     compiled = front.compile(call_impl, name)
-    bump, bump_disabled, off = record.calls.bump, record.disabled_calls.bump, _OFF
+    bump, bump_disabled, off = record.calls.bump, record.disabled_calls.bump, OFF
 
     def optimized(*args: Any, **kwargs: Any) -> Any:
         if off.depth:
@@ -218,11 +212,13 @@ def _chooser(options: Options) -> Choose:
 
 
 def record_of(model: Any) -> Record:
-    """The record of an optimized module or function.
+    """The record of an optimized module or function, or of a `TrainStep`.
 
     Raises:
         UserInputError: the model is not optimized.
     """
+    if isinstance(model, TrainStep):
+        return model.record
     handle = vars(model).get(HANDLE) if isinstance(model, torch.nn.Module) or inspect.isfunction(model) else None
     if not isinstance(handle, Handle):
         raise UserInputError("model: not optimized; call fusewright.optimize(model) first.")

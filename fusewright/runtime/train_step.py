@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from fusewright.capture.record import Fallback, Record
 from fusewright.capture.step_state import Call, Inputs, LiveStep
 from fusewright.capture.variant import Lowering
 from fusewright.capture.whole_step import Slot, StepFunction, WholeStep, autocast_off, capture
-from fusewright.config import Numerics, Verify, to_enum
+from fusewright.config import OFF, Numerics, Verify, to_enum
 from fusewright.errors import CaptureError, FallbackError, FusewrightError, UserInputError, VerificationError
 from fusewright.numerics import TreeComparison
 from fusewright.passes.base import Pass
@@ -42,15 +41,6 @@ from fusewright.runtime.verify import Comparison
 
 MAX_SIGNATURES = 64
 """Steps compiled per `TrainStep`; a further signature runs eagerly and is counted, so that memory stays bounded."""
-
-
-class Off(threading.local):
-    """`depth` is above 0 inside `fusewright.disabled()`, per thread."""
-
-    depth = 0
-
-
-OFF = Off()
 
 
 class LossModule(nn.Module):

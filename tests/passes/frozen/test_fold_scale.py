@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusewright.passes.frozen.fold_scale import FoldScale
-from tests.passes.frozen.frozen_pass import declined, rewrite
+from tests.passes.frozen.frozen_pass import declines, rewrite
 
 PASS = FoldScale()
 Body = Callable[[Any, Tensor], Any]
@@ -93,7 +93,7 @@ DECLINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 @pytest.mark.parametrize("name", DECLINED)
 def test_declines(name: str) -> None:
     make, shape, reason = DECLINED[name]
-    declined(PASS, make().eval(), [torch.randn(shape)], reason)
+    assert reason in declines(PASS, make().eval(), [torch.randn(shape)])
 
 
 def test_leaves_products_with_data() -> None:
@@ -103,4 +103,5 @@ def test_leaves_products_with_data() -> None:
 
 
 def test_declines_where_gradients_are_asked_for() -> None:
-    declined(PASS, Scaled(nn.Linear(6, 3), (3,)).eval(), [torch.randn(ROWS)], "gradients", training=True)
+    model = Scaled(nn.Linear(6, 3), (3,)).eval()
+    assert "gradients are asked for" in declines(PASS, model, [torch.randn(ROWS)], training=True)

@@ -4,7 +4,7 @@ FusewrightError
 +-- UserInputError (also ValueError)      an argument is wrong; nothing was changed
 |   +-- DimsError                         inputs contradict `dims` or `buckets`
 |   +-- UnknownNameError                  pass, lowering, option or variable not known ("did you mean")
-+-- EnvironmentError_                     the machine or the stack does not fit
++-- StackError                     the machine or the stack does not fit
 |   +-- UnsupportedTorchError             torch is older than the oldest supported
 |   +-- CacheFolderError                  a folder cannot be written
 |   +-- StoreVersionError                 the store was written by another version
@@ -37,19 +37,19 @@ class UnknownNameError(UserInputError):
     """A name is not known. Build it with `unknown_name`, which adds the nearest known one."""
 
 
-class EnvironmentError_(FusewrightError):
+class StackError(FusewrightError):
     """The machine or the software stack does not fit."""
 
 
-class UnsupportedTorchError(EnvironmentError_):
+class UnsupportedTorchError(StackError):
     """The installed torch is not supported."""
 
 
-class CacheFolderError(EnvironmentError_):
+class CacheFolderError(StackError):
     """A cache folder cannot be made or written."""
 
 
-class StoreVersionError(EnvironmentError_):
+class StoreVersionError(StackError):
     """A tuning store was written by another version of its schema."""
 
 

@@ -224,4 +224,4 @@ def _shares_memory(node: fx.Node, user: fx.Node) -> bool:
     before, after = tensor_of(node), tensor_of(user)
     if before is None or after is None:
         return True
-    return before.untyped_storage()._cdata == after.untyped_storage()._cdata
+    return bool(before.untyped_storage()._cdata == after.untyped_storage()._cdata)

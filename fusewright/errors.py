@@ -4,7 +4,7 @@ FusewrightError
 +-- UserInputError (also ValueError)      an argument is wrong; nothing was changed
 |   +-- DimsError                         inputs contradict `dims` or `buckets`
 |   +-- UnknownNameError                  pass, lowering, option or variable not known ("did you mean")
-+-- StackError                     the machine or the stack does not fit
++-- StackError                            the machine or the stack does not fit
 |   +-- UnsupportedTorchError             torch is older than the oldest supported
 |   +-- CacheFolderError                  a folder cannot be written
 |   +-- StoreVersionError                 the store was written by another version

@@ -56,5 +56,6 @@ def test_links_lead_somewhere(page: pathlib.Path) -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    table = set(re.findall(r"^\| `(FUSEWRIGHT_\w+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    table = set(re.findall(r"^\| `(FUSEWRIGHT_\w+)` \|", page, re.MULTILINE))
     assert table == set(VARIABLES)

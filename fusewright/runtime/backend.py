@@ -51,7 +51,7 @@ def name_symbols(gm: fx.GraphModule, example_inputs: Sequence[Any], frame: Frame
         symbol, env = value.node.expr, value.node.shape_env
         found = _by_source(symbol_sources(env, symbol), frame)
         if found is None and not frame.sources and value.node.has_hint():
-            found = by_size.get(int(value.node.hint))
+            found = by_size.get(int(value.node.hint))  # type: ignore[arg-type]
         if found is not None:
             named[symbol] = found
     return named

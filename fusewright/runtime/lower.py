@@ -80,6 +80,7 @@ def lower(
     check_options(variant)
     if variant.lowering is Lowering.EAGER:
         return gm.forward, None
+    compiled: Any
     with tracing(TracingContext(inputs.mode)) as context:
         if variant.lowering is Lowering.AOT_EAGER:
             compiled = torch._dynamo.lookup_backend("aot_eager")(gm, inputs.values)

@@ -144,7 +144,8 @@ def _weight(end: torch.Tensor, seed: int) -> torch.Tensor:
         return torch.ones_like(end)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     drawn = torch.randn(end.shape, generator=generator, dtype=torch.float32)
-    return (drawn / max(1, end.numel()) ** 0.5).to(end)
+    scaled: torch.Tensor = drawn / max(1, end.numel()) ** 0.5
+    return scaled.to(end)
 
 
 def _observe64(gm: fx.GraphModule, args: Sequence[Any], mutated: Sequence[int] | None, *, training: bool) -> Tree:
@@ -179,7 +180,7 @@ def _unseen_by_saved_tensor_hooks() -> Iterator[None]:
     `torch.utils.checkpoint` counts the tensors that a block saves and expects as many when it runs the block again,
     and then nothing is verified. Only the innermost pair of hooks is called.
     """
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):

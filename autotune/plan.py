@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fusewright.autotune.key import KeyContext, TuningKey
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant
-from fusewright.errors import FusewrightError
+from fusewright.errors import FusewrightError, StoreVersionError
 
 if TYPE_CHECKING:
     from fusewright.autotune.store import TuningStore
@@ -46,6 +46,16 @@ class StoredPlan:
             variant, reason = self._find(key)
             self.lookups.append(Lookup(key, variant, reason))
         return variant
+
+    def open(self) -> None:
+        """Open the store now, where there is one, so that a store that cannot be used is said at once.
+
+        Raises:
+            StoreVersionError: it was written by a newer fusewright.
+        """
+        with self._lock:
+            if self._store is None and not self._reason:
+                self._open()
 
     def _find(self, key: TuningKey) -> tuple[GraphVariant, str]:
         if self._store is None and not self._reason:
@@ -81,6 +91,8 @@ class StoredPlan:
             self._store = TuningStore(self._source, read_only=True)
         except FileNotFoundError as error:
             self._reason = str(error)
+        except StoreVersionError:
+            raise
         except (FusewrightError, SQLAlchemyError, OSError) as error:
             self._reason = self._warn(f"the tuning store {self._source} is not used: {_first_line(error)}")
 
@@ -100,7 +112,7 @@ def choose_from(
         context: the key's context, or a function that is asked at every look-up: the mode (training or inference) and
             autocast are those of the moment in which a graph is lowered.
 
-    A store that cannot be read warns once and is then as good as missing; this never raises.
+    A store that cannot be read warns once and is then as good as missing. Only one of a newer version raises.
     """
     if isinstance(context, KeyContext):
         return StoredPlan(store, lambda: context)

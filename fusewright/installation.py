@@ -208,7 +208,9 @@ def _chooser(options: Options) -> Choose:
             device, numerics=options.numerics, frozen_weights=options.frozen_weights, user_passes=digests
         )
 
-    return choose_from(options.store, context)
+    plan = choose_from(options.store, context)
+    plan.open()
+    return plan
 
 
 def record_of(model: Any) -> Record:

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import fusewright
-from fusewright import config, installation
+from fusewright import config
 from fusewright.autotune import store as tuning_store
-from fusewright.capture.record import Record
-from fusewright.capture.shapes import ShapeBucket
-from fusewright.capture.variant import DEFAULT_VARIANT
 from fusewright.errors import (
     CacheFolderError,
     DimsError,
     FusewrightError,
+    StoreVersionError,
     UnknownNameError,
     UnsupportedTorchError,
     UserInputError,
@@ -120,16 +118,12 @@ def test_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused(lambda model: fusewright.optimize(model), UnsupportedTorchError, match)
 
 
-def test_a_store_of_another_version_warns_and_the_default_runs(tmp_path: pathlib.Path) -> None:
+def test_a_store_of_another_version(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "store.sqlite"
     tuning_store.TuningStore(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '999' WHERE name = 'schema'")
-    model = fusewright.optimize(Net().eval(), store=path)
-    options = vars(model)["_fusewright"].options
-    choose = installation.services_of(Record(), options, config.read_settings()).choose
-    with pytest.warns(UserWarning, match=r"store.sqlite is not used: .*schema 999.*the default variant runs instead"):
-        assert choose("0" * 64, ShapeBucket()) == DEFAULT_VARIANT
+    check_refused(lambda model: fusewright.optimize(model, store=path), StoreVersionError, "schema 999")
 
 
 def test_inputs_that_contradict_dims_or_buckets() -> None:

@@ -15,6 +15,7 @@ from fusewright.autotune.plan import choose_from
 from fusewright.autotune.store import TuningStore
 from fusewright.capture.shapes import DimRange, ShapeBucket
 from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant, Lowering
+from fusewright.errors import StoreVersionError
 
 BUCKET = ShapeBucket((DimRange("tokens", 2, 64),))
 EAGER = GraphVariant(lowering=Lowering.EAGER)
@@ -69,7 +70,7 @@ def test_a_store_that_cannot_be_read_warns_once_and_does_not_stop_the_program(pa
         assert plan("f", BUCKET) == DEFAULT_VARIANT
 
 
-def test_a_newer_store_and_an_unknown_variant_warn(path: pathlib.Path) -> None:
+def test_an_unknown_variant_warns_and_a_newer_store_is_refused(path: pathlib.Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE decisions SET variant = replace(variant, 'eager', 'from_the_future')")
     connection.close()
@@ -78,5 +79,5 @@ def test_a_newer_store_and_an_unknown_variant_warn(path: pathlib.Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '99'")
     connection.close()
-    with pytest.warns(UserWarning, match="schema 99"):
-        assert choose_from(path)("f", BUCKET) == DEFAULT_VARIANT
+    with pytest.raises(StoreVersionError, match="schema 99"):
+        choose_from(path).open()

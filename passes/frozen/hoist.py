@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusewright.passes.frozen.weights import is_weight, storages_of, weight_only, written_by
+from fusewright.passes.frozen.weights import EMITTED, is_weight, storages_of, weight_only, written_by
 
 Callee = Callable[..., Any]
 Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -210,7 +210,7 @@ def _cut(graph: fx.Graph, odd: set[fx.Node]) -> tuple[list[fx.Node], set[fx.Node
     A view of a weight stays too: it costs nothing.
     """
     weights = {storage for n in graph.nodes if is_weight(n) for storage in storages_of(n)}
-    able = _without(weight_only(graph), odd)
+    able = _without(weight_only(graph), odd | _under_autocast(graph))
     while True:
         frontier = [
             n for n in graph.nodes if n in able and n.op != "placeholder" and any(user not in able for user in n.users)
@@ -228,6 +228,19 @@ def _cut(graph: fx.Graph, odd: set[fx.Node]) -> tuple[list[fx.Node], set[fx.Node
             inner.add(node)
             pending += node.all_input_nodes
     return frontier, inner
+
+
+def _under_autocast(graph: fx.Graph) -> set[fx.Node]:
+    """What the graph computes after switching autocast on or off: outside of the graph its dtype may be another."""
+    depth, found = 0, set()
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            depth += 1
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            depth -= 1
+        elif depth and node.op != "placeholder" and EMITTED not in node.meta:
+            found.add(node)
+    return found
 
 
 def _without(nodes: set[fx.Node], gone: set[fx.Node]) -> set[fx.Node]:

@@ -33,6 +33,8 @@ _IN_PLACE_OPERATORS = frozenset(
     + (operator.setitem,)
 )
 
+EMITTED = "fusewright_emitted"  # in a node's meta: a pass on frozen weights made it, of operations that autocast leaves
+
 
 def is_weight(node: Any) -> bool:
     """Whether `node` is a placeholder that holds a parameter or a buffer of the model; none of a tensor subclass."""
@@ -160,6 +162,7 @@ def emit(graph: fx.Graph, target: Callable[..., Any] | str, *args: Any) -> fx.No
     """
     node = graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args)
     node.meta["example_value"] = fake_result(node)
+    node.meta[EMITTED] = True
     return node
 
 

@@ -277,6 +277,23 @@ def test_a_copy_has_weights_of_its_own(x: Tensor) -> None:
     assert explain(other).to_dict()["rewrites"] == explain(model).to_dict()["rewrites"]
 
 
+class CastingInside(Net):
+    """Switches autocast on by itself, as many models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def test_autocast_inside_the_model(x: Tensor, computed: list[int]) -> None:
+    model = frozen(randomized(CastingInside()), strict=True)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), eager(model, x), rtol=3e-2, atol=3e-2)
+            in_place(model)
+    assert computed == [6 + 4] * 2
+
+
 class Pair(nn.Module):
     """Two uses of one convolution with factors of their own."""
 

@@ -85,6 +85,22 @@ def test_leaves(name: str) -> None:
     assert names(captured.graph) != []
 
 
+def casting(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        weight = m.w @ m.b
+    result: Tensor = x.bfloat16() @ weight
+    return result + (m.w * 2).sum()
+
+
+def test_what_autocast_decides_inside_the_graph_stays() -> None:
+    captured, hoisted = split(casting)
+    assert hoisted is not None
+    assert names(hoisted.prelude) == ["mul", "sum_1"]
+    run, _ = hoisted.bind(hoisted.main.forward, (), captured.graph, pytest.fail)
+    with torch.no_grad():
+        assert torch.equal(run(*captured.inputs)[0], captured.graph(*captured.inputs)[0])
+
+
 def test_a_write_to_one_weight_leaves_the_other() -> None:
     _, hoisted = split(lambda m, x: (m.b.add_(1.0), x @ (m.w * 2) + x @ (m.b * 2))[1])
     assert hoisted is not None

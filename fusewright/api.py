@@ -57,7 +57,7 @@ def optimize(
 
     Args:
         model: an `nn.Module` or a function of tensors.
-        dims: names of dynamic dimensions, `{"input_ids": {1: "tokens"}}`: argument -> dimension -> name.
+        dims: names of dynamic dimensions: argument -> dimension -> name, `{"input_ids": {1: "tokens"}}`.
         buckets: for a named dimension, ascending upper edges `{"tokens": [128, 512]}` or joined ranges; each bucket is
             lowered on its first call. Without edges a named dimension is one open bucket.
         numerics: "exact", "reassociated" (default) or "lossy": loosest tier of our rewrites, not of Inductor's own.
@@ -65,7 +65,7 @@ def optimize(
         store: tuning store (path or URL) whose winners are used; default: where `fusewright tune` writes.
         strict: raise where anything would fall back (default `FUSEWRIGHT_STRICT`).
         verify: "first_call" (default), "always" or "off": when a lowered graph is compared with eager.
-        frozen_weights: promise that parameters do not change while this model infers.
+        frozen_weights: fold and merge weights for inference; docs/index.md says which later changes are noticed.
         passes: more passes of your own, put before the pass named `before`.
 
     Returns:

@@ -30,6 +30,8 @@ class DimRange:
         return self.low <= size <= self.high
 
     def __str__(self) -> str:
+        if self.high == UNBOUNDED:
+            return f"{self.name}>={self.low}"
         return f"{self.name}={self.low}" if self.low == self.high else f"{self.name}={self.low}..{self.high}"
 
 

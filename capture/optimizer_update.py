@@ -17,6 +17,7 @@ arXiv:1711.05101), amsgrad (Reddi et al., ICLR 2018).
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,33 @@ class UpdateRule:
         return ("neg_step_size", "decay", "grad_weight", "beta2", "square_weight", "bias_correction2_sqrt", "eps")
 
 
+class OptimizerSteps:
+    """Counts the steps of all optimizers, for whoever caches what was made from weights.
+
+    Fused optimizers write to parameters without raising their version. A step inside a captured graph calls no hook, so
+    it counts itself.
+    """
+
+    taken = 0
+
+    @classmethod
+    @functools.cache
+    def watch(cls) -> None:
+        """Start to count, once for the process."""
+        torch_optimizer.register_optimizer_step_post_hook(cls.count)
+
+    @classmethod
+    def count(cls, *_: Any) -> None:
+        """One step was taken; the signature is that of a step hook."""
+        cls.taken += 1
+
+
+def _foreign_global_hooks() -> bool:
+    ours = OptimizerSteps.count
+    after = torch_optimizer._global_optimizer_post_hooks.values()
+    return bool(torch_optimizer._global_optimizer_pre_hooks) or any(hook != ours for hook in after)
+
+
 def decline_reason(optimizer: Optimizer) -> str | None:
     """Why `optimizer` cannot be part of a graph, or None where it can.
 
@@ -78,7 +106,7 @@ def decline_reason(optimizer: Optimizer) -> str | None:
         return f"{type(optimizer).__name__} is not one of torch.optim.SGD, Adam, AdamW"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has step hooks"
-    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+    if _foreign_global_hooks():
         return "a step hook is registered for all optimizers"
     for number, group in enumerate(optimizer.param_groups):
         if group["differentiable"]:
@@ -249,6 +277,7 @@ class OptimizerState:
         self, parameters: Iterable[Tensor], rules: Iterable[UpdateRule], fresh: Mapping[Tensor, dict[str, Tensor]]
     ) -> None:
         """Write `fresh` into the optimizer and count one step for `parameters`, as `optimizer.step()` does."""
+        OptimizerSteps.count()
         counters = []
         for parameter, rule in zip(parameters, rules, strict=True):
             if not rule.state_names:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -15,8 +14,8 @@ from torch import fx
 from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fusewright.capture.optimizer_update import OptimizerSteps
 from fusewright.passes.frozen.weights import EMITTED, is_weight, storages_of, weight_only, written_by
 
 Callee = Callable[..., Any]
@@ -26,21 +25,6 @@ _version = operator.attrgetter("_version")
 # Of the storage object: unique while something refers to it, if only weakly.
 _address = torch._C._storage_address  # type: ignore[attr-defined]
 _pointer = torch.Tensor.data_ptr
-
-
-class _Steps:
-    """Counts the steps of all optimizers: fused ones write to parameters without raising their version."""
-
-    taken = 0
-
-    @classmethod
-    @functools.cache
-    def watch(cls) -> None:
-        register_optimizer_step_post_hook(cls._count)
-
-    @classmethod
-    def _count(cls, *_: Any) -> None:
-        cls.taken += 1
 
 
 @dataclass(frozen=True)
@@ -143,7 +127,7 @@ class Hoisted:
         on_gpu = any(tensor.is_cuda for tensor in given)
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise UnfitWeightsError("a weight changed before a CUDA graph was captured; call the model once before")
-        _Steps.watch()
+        OptimizerSteps.watch()
         before = stamp(given)
         with torch.inference_mode(False), torch.no_grad():
             values = tuple(self.prelude(*given))
@@ -158,7 +142,7 @@ class Hoisted:
 def stamp(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What tells one state of `tensors` from another; the only cost on a steady call."""
     return (
-        _Steps.taken,
+        OptimizerSteps.taken,
         list(map(_version, tensors)),
         list(map(_address, tensors)),
         list(map(_pointer, tensors)),

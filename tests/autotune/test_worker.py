@@ -43,9 +43,13 @@ def test_a_worker_times_the_steps_it_is_asked_for() -> None:
         assert isinstance(built, Built)
         assert built.facts["pid"] == worker.pid != os.getpid()
         assert built.facts["threads"] == "1"
-        assert built.first_step_s == pytest.approx(0.002, abs=0.002)
-        assert worker.warm(3) == pytest.approx(0.002, rel=0.5)
-        assert worker.sample(5) == pytest.approx(0.002, rel=0.5)
+        # a step spins for 2 ms at least; another process on the core may stretch it, nothing may shorten it
+        assert 0.002 <= built.first_step_s < 0.5
+        warm, sample = worker.warm(3), worker.sample(5)
+        assert isinstance(warm, float)
+        assert isinstance(sample, float)
+        assert 0.002 <= warm < 0.05
+        assert 0.002 <= sample < 0.05
     assert has_ended(worker.pid)
     assert isinstance(worker.sample(1), Failure)
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusewright.capture.optimizer_update import OptimizerSteps
+from fusewright.passes.frozen.statistics import Contents
 from fusewright.passes.frozen.weights import EMITTED, is_weight, storages_of, weight_only, written_by
 
 Callee = Callable[..., Any]
@@ -33,13 +34,19 @@ class _State:
 
     Attributes:
         stamp: optimizer steps, then versions, storages and addresses of the sources.
+        contents: what small buffers held, whose versions tell too little.
         values: the results of the prelude.
         storages: weak references, so that no later storage gets the address of one in `stamp`.
     """
 
     stamp: tuple[Any, ...]
+    contents: Contents
     values: tuple[torch.Tensor, ...]
     storages: tuple[StorageWeakRef, ...]
+
+    def is_of(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether the values are those of the sources `given`."""
+        return stamp(given) == self.stamp and self.contents.unchanged(given)
 
 
 class UnfitWeightsError(Exception):
@@ -54,9 +61,10 @@ class Hoisted:
     from the weights at `sources`.
 
     What is seen as a change of a weight: writes through autograd's version counter (`load_state_dict`, `no_grad`
-    updates, `torch.optim`), steps of optimizers that write past it, and another storage or another place in it
-    (`.to`, `.data = ...`, `load_state_dict(assign=True)`). Writes past the version counter by anyone else
-    (`p.data.mul_()`, NumPy, raw pointers) cannot be seen; `verify="always"` finds them.
+    updates, `torch.optim`), steps of optimizers that write past it, another storage or another place in it (`.to`,
+    `.data = ...`, `load_state_dict(assign=True)`), and other contents of small buffers (running statistics in
+    training). Writes past the version counter by anyone else (`p.data.mul_()`, NumPy, raw pointers) cannot be seen;
+    `verify="always"` finds them.
     """
 
     prelude: fx.GraphModule
@@ -98,7 +106,7 @@ class Hoisted:
             given = weights(args)
             try:
                 state = self.state
-                if state is None or stamp(given) != state.stamp:
+                if state is None or not state.is_of(given):
                     state = self._refreshed(given)
                 if whole and not set(map(_address, changed(args))).isdisjoint(map(_address, given)):
                     raise UnfitWeightsError("a weight shares memory with a tensor that the graph changes in place")
@@ -111,7 +119,7 @@ class Hoisted:
 
     def _refreshed(self, given: Sequence[torch.Tensor]) -> _State:
         with self.lock:
-            if self.state is None or stamp(given) != self.state.stamp:
+            if self.state is None or not self.state.is_of(given):
                 self.state = None  # the old values make room for the new ones
                 self.state = self._compute(given)
             return self.state
@@ -130,17 +138,18 @@ class Hoisted:
         OptimizerSteps.watch()
         before = stamp(given)
         with torch.inference_mode(False), torch.no_grad():
+            contents = Contents.of(given)
             values = tuple(self.prelude(*given))
             finite = all(bool(value.isfinite().all()) for value in values if value.is_floating_point())
         if not finite:
             raise UnfitWeightsError("folded weights are not finite in their dtype")
         if on_gpu:
             torch.cuda.synchronize()  # another stream may use the values next
-        return _State(before, values, tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in given))
+        return _State(before, contents, values, tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in given))
 
 
 def stamp(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What tells one state of `tensors` from another; the only cost on a steady call."""
+    """What tells one state of `tensors` from another, without a look at what they hold."""
     return (
         OptimizerSteps.taken,
         list(map(_version, tensors)),

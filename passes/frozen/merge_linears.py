@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from fusewright.passes.base import Pass, PassContext, Stage
 from fusewright.passes.frozen import layers, weights
 from fusewright.passes.frozen.layers import dtype_of, operand, read_layer
 from fusewright.passes.frozen.weights import (
+    EMITTED,
     emit,
     fake_result,
     storages_in,
@@ -37,14 +38,25 @@ _VIEWS = {
     "t", "mT", "expand", "getitem", "select", "narrow", "chunk", "split", "unbind",
 }
 # fmt: on
+_SWITCHES = frozenset((torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast))
 
 
 @dataclass(frozen=True)
 class _Linear:
     node: fx.Node
-    input: fx.Node
     weight: fx.Node
     bias: fx.Node | None
+
+    @property
+    def input(self) -> fx.Node:
+        """What the layer reads now: merging the layers before it replaces that."""
+        source = operand(self.node, 0, "input")
+        assert isinstance(source, fx.Node), self.node
+        return source
+
+    def operands(self) -> list[fx.Node]:
+        """The weight, and the bias where there is one."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def kind(self) -> tuple[Any, ...]:
         """What must be equal for two layers to be merged."""
@@ -66,13 +78,23 @@ class MergeLinears(Pass):
         if not ctx.frozen_weights:
             return 0
         merged = 0
+        nodes = list(gm.graph.nodes)
+        position = {node: i for i, node in enumerate(nodes)}
         for group in _groups(gm.graph, ctx):
             first = group[0].node
             if ctx.training:
                 ctx.declined(first, "gradients are asked for")
-            elif _input_changes(gm.graph, group):
+                continue
+            between = nodes[position[first] : position[group[-1].node]]
+            late = sorted(_later(group, position), key=position.__getitem__)
+            if written_storages(between) & storages_of(group[0].input):
                 ctx.declined(first, "the input is written to between the layers")
+            elif not _SWITCHES.isdisjoint(n.target for n in between) and any(EMITTED not in n.meta for n in late):
+                ctx.declined(first, "a weight is computed where autocast may differ from that of the first layer")
             elif ctx.allow(first):
+                for node in late:
+                    first.prepend(node)
+                    position[node] = position[first]
                 _merge(gm.graph, group)
                 merged += 1
         if merged:
@@ -106,13 +128,19 @@ def _read(node: fx.Node) -> _Linear | None:
     layer, source = read_layer(node), operand(node, 0, "input")
     if isinstance(layer, str) or tensor_of(source) is None:
         return None
-    return _Linear(node, source, layer.weight, layer.bias)
+    return _Linear(node, layer.weight, layer.bias)
 
 
-def _input_changes(graph: fx.Graph, group: Sequence[_Linear]) -> bool:
-    nodes = list(graph.nodes)
-    between = nodes[nodes.index(group[0].node) : nodes.index(group[-1].node)]
-    return bool(written_storages(between) & storages_of(group[0].input))
+def _later(group: Sequence[_Linear], position: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """What computes the layers' weights after the first layer: from weights alone, so it can move before that."""
+    found: set[fx.Node] = set()
+    pending = [node for layer in group for node in layer.operands()]
+    while pending:
+        node = pending.pop()
+        if position[node] > position[group[0].node] and node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def _merge(graph: fx.Graph, group: Sequence[_Linear]) -> None:

@@ -43,12 +43,17 @@ def compile_options(recompile_limit: int, *, duck_shape: bool) -> Iterator[None]
     - recompile limit: see `frontend.RECOMPILE_LIMIT`.
     - hook guards: torch leaves them out, so a forward hook added later to a submodule would silently not run.
     - warnings: see _OWN_WARNINGS.
+    - float specialisation: below Dynamo, a float would reach AOTAutograd as a tensor's unknown item, which no graph
+      that branches on it survives; a new value is a new capture instead, counted as a recompile.
     - duck shaping: torch gives two sizes that are equal today one symbol; wrong for two names that differ tomorrow.
     """
     with (
         warnings.catch_warnings(),
         dynamo.config.patch(
-            recompile_limit=recompile_limit, accumulated_recompile_limit=1024, skip_nnmodule_hook_guards=False
+            recompile_limit=recompile_limit,
+            accumulated_recompile_limit=1024,
+            skip_nnmodule_hook_guards=False,
+            specialize_float=True,
         ),
         fx_config.patch(use_duck_shape=duck_shape and fx_config.use_duck_shape),  # type: ignore[attr-defined]
     ):

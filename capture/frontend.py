@@ -148,14 +148,24 @@ class FrontEnd:
     def _named_tensors(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[str, str, torch.Tensor, Mapping[int, str]]]:
-        """Yield (argument name, Dynamo source, tensor, named dimensions) for every named argument that was given."""
+        """Yield (argument name, Dynamo source, tensor, named dimensions) for every named argument that was given.
+
+        Raises:
+            DimsError: a named argument is something else than a tensor or None.
+        """
         positions = _positional_names(self.signature)
-        for index, value in enumerate(args):
-            if index < len(positions) and positions[index] in self.dims and isinstance(value, torch.Tensor):
-                yield positions[index], f"L['args'][{index}]", value, self.dims[positions[index]]
-        for label, value in kwargs.items():
-            if label in self.dims and isinstance(value, torch.Tensor):
-                yield label, f"L['kwargs']['{label}']", value, self.dims[label]
+        given = [
+            (label, f"L['args'][{i}]", value) for i, (label, value) in enumerate(zip(positions, args, strict=False))
+        ]
+        given += [(label, f"L['kwargs']['{label}']", value) for label, value in kwargs.items()]
+        for label, source, value in given:
+            if label not in self.dims or value is None:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise DimsError(
+                    f"dims[{label!r}]: the argument is a {type(value).__name__}; only tensors have dimensions."
+                )
+            yield label, source, value, self.dims[label]
 
 
 def _positional_names(signature: inspect.Signature) -> list[str]:

@@ -97,6 +97,8 @@ def check_dims(dims: Dims | None, parameters: Sequence[str] | None) -> dict[str,
         DimsError: naming the entry that is wrong and what was expected.
     """
     out: dict[str, dict[int, str]] = {}
+    if dims is not None and not isinstance(dims, Mapping):
+        raise DimsError(f"dims: expected {{argument: {{dimension: name}}}}, got {type(dims).__name__}.")
     for argument, named in (dims or {}).items():
         if parameters is not None and argument not in parameters:
             raise DimsError(f"dims: forward has no argument {argument!r}; it takes {', '.join(parameters) or 'none'}.")
@@ -109,6 +111,12 @@ def check_dims(dims: Dims | None, parameters: Sequence[str] | None) -> dict[str,
                 raise DimsError(f"dims[{argument!r}][{dim}]: {name!r} must be an identifier such as 'tokens'.")
         out[argument] = dict(named)
     return out
+
+
+def _is_edge(cut: object) -> bool:
+    if isinstance(cut, tuple | list):
+        return len(cut) == 2 and all(type(end) is int for end in cut)
+    return type(cut) is int
 
 
 def check_buckets(buckets: Mapping[str, Sequence[int | Sequence[int]]] | None, dims: Dims) -> Buckets:
@@ -127,10 +135,12 @@ def check_buckets(buckets: Mapping[str, Sequence[int | Sequence[int]]] | None, d
                 f"buckets: {name!r} is not named in dims; dims names {', '.join(sorted(names)) or 'nothing'}."
             )
         edges: list[int] = []
+        if not isinstance(cuts, Sequence) or isinstance(cuts, str):
+            raise DimsError(f"buckets[{name!r}]: expected a list of upper edges such as [128, 256], got {cuts!r}.")
         for cut in cuts:
+            if not _is_edge(cut):
+                raise DimsError(f"buckets[{name!r}]: an edge is an int and a range is (low, high), got {cut!r}.")
             if isinstance(cut, Sequence):
-                if len(cut) != 2:
-                    raise DimsError(f"buckets[{name!r}]: a range is (low, high), got {tuple(cut)!r}.")
                 low, high = int(cut[0]), int(cut[1])
                 if low > high:
                     raise DimsError(f"buckets[{name!r}]: range ({low}, {high}) is empty.")

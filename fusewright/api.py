@@ -104,7 +104,12 @@ def _signature(model: Any) -> inspect.Signature:
         raise UserInputError(f"model: {model.__name__} is a class; pass an instance of it.")
     if not callable(model):
         raise UserInputError(f"model: expected an nn.Module or a function, got {type(model).__name__}.")
-    return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+    try:
+        return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+    except ValueError:
+        raise UserInputError(
+            "model: a built-in function has no signature; wrap it in a function of your own."
+        ) from None
 
 
 def _check_torch() -> None:
@@ -115,8 +120,11 @@ def _check_torch() -> None:
 
 
 def _argument_names(signature: inspect.Signature) -> list[str] | None:
+    """Arguments that `dims` may name: not `*args`, whose elements have no names; None where there is `**kwargs`."""
     kinds = [p.kind for p in signature.parameters.values()]
-    return None if inspect.Parameter.VAR_KEYWORD in kinds else list(signature.parameters)
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return None
+    return [name for name, p in signature.parameters.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL]
 
 
 def optimize_with(model: _T, *, choose: Choose, **options: Any) -> _T:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from fusewright.errors import FusewrightError
+from fusewright.errors import FusewrightError, UserInputError
 
 app = typer.Typer(
     add_completion=False,
@@ -19,6 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Speeds up PyTorch training and inference steps; never silently wrong, never silently eager.",
 )
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 out = Console()
 err = Console(stderr=True)
 
@@ -33,6 +35,12 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def _lengths(text: str) -> list[int]:
+    if strange := [part for part in _names(text) if not part.isdecimal()]:
+        raise UserInputError(f"--length: {', '.join(strange)} is no number; give lengths such as 128,256.")
+    return [int(part) for part in _names(text)]
+
+
 @app.command(epilog="Example: fusewright explain examples/jobs/llama_eager.py --length 256 --mode training")
 def explain(
     job: Job,
@@ -45,7 +53,7 @@ def explain(
     """Run each workload once and say what was captured, rewritten, declined, verified, and what fell back."""
     from fusewright.report.inspect import explain_job
 
-    for told in explain_job(job, _names(only), _names(mode), [int(n) for n in _names(length)], strict=strict):
+    for told in explain_job(job, _names(only), _names(mode), _lengths(length), strict=strict):
         if as_json:
             out.print_json(json.dumps(told.to_dict()))
         else:
@@ -64,7 +72,7 @@ def check(
     from fusewright.report.inspect import check_job
 
     bad = 0
-    for found in check_job(job, _names(only), _names(mode), [int(n) for n in _names(length)]):
+    for found in check_job(job, _names(only), _names(mode), _lengths(length)):
         bad += not found.ok
         if as_json:
             print(json.dumps(found.to_dict()), flush=True)
@@ -96,7 +104,7 @@ def bench(
         job,
         only=_names(only),
         modes=_names(mode),
-        lengths=[int(n) for n in _names(length)],
+        lengths=_lengths(length),
         budget_s=budget,
         most_pairs=pairs,
         output=output,
@@ -126,9 +134,7 @@ def tune(
     """Measure variants per bucket, keep the fastest that is proven correct; Ctrl-C loses nothing, a rerun resumes."""
     from fusewright.report.tuning import run_tune
 
-    run_tune(
-        job, _names(only), _names(mode), [int(n) for n in _names(length)], effort, store, console=out, progress=err
-    )
+    run_tune(job, _names(only), _names(mode), _lengths(length), effort, store, console=out, progress=err)
 
 
 store_app = typer.Typer(no_args_is_help=True, help="Look into the tuning store.")
@@ -183,8 +189,9 @@ def main(argv: list[str] | None = None) -> Any:
     try:
         return app(argv)
     except FusewrightError as error:
-        err.print(f"[bold red]error:[/] {error}", highlight=False)
+        err.print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
-    except KeyboardInterrupt:
-        err.print("interrupted; everything that was finished is kept")
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # the parser turns Ctrl-C into this code and says nothing
+            err.print("interrupted; everything that was finished is kept")
+        raise

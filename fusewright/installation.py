@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fusewright import config
 from fusewright.autotune.key import KeyContext
@@ -20,7 +21,7 @@ from fusewright.capture.frontend import CallAgainError, FrontEnd, UncapturedErro
 from fusewright.capture.record import Record
 from fusewright.capture.shapes import Buckets
 from fusewright.config import OFF, Numerics, Verify
-from fusewright.errors import UserInputError
+from fusewright.errors import FallbackError, UserInputError
 from fusewright.passes.base import Pass
 from fusewright.pipeline.order import ORDER
 from fusewright.pipeline.pipeline import Pipeline, insert_passes
@@ -169,6 +170,8 @@ def build(
         if off.depth:
             bump_disabled()
             return call_impl(*args, **kwargs)
+        if forward_ad._current_level >= 0:
+            return forward_mode(record, options.strict, call_impl, args, kwargs)
         bump()
         try:
             return compiled(*args, **kwargs)
@@ -182,6 +185,17 @@ def build(
 
     front.wrapper_code = optimized.__code__
     return optimized, record
+
+
+def forward_mode(
+    record: Record, strict: bool, call_impl: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run eagerly inside `torch.autograd.forward_ad.dual_level`: compiled code drops tangents without a word."""
+    reason = "forward-mode derivatives are asked for, which compiled graphs do not carry"
+    if strict:
+        raise FallbackError(f"{reason}; use fusewright.disabled() around the call, or torch.func.jvp.")
+    record.add_fallback("forward_mode", "call", reason)
+    return call_impl(*args, **kwargs)
 
 
 def services_of(record: Record, options: Options, settings: config.Settings) -> Services:

@@ -19,7 +19,7 @@ from fusewright.autotune.stats import Comparison
 from fusewright.autotune.timing import BASELINE, Plan, measure_pairs
 from fusewright.autotune.trial import Failure, Progress, Provider, no_progress
 from fusewright.autotune.worker import DEFAULT_LIMITS, Limits, Worker
-from fusewright.errors import unknown_name
+from fusewright.errors import UserInputError, unknown_name
 from fusewright.job_file import load_workloads, source_of
 
 SUBJECT = "fusewright.bench.rivals:RivalSubject"
@@ -58,6 +58,7 @@ def plan_cells(place: str, only: Sequence[str], modes: Sequence[str], lengths: S
 
     Raises:
         UnknownNameError: `only` or `modes` names something that is not there.
+        UserInputError: a length that a workload does not have.
     """
     workloads = load_workloads(place)
     for name in only:
@@ -69,6 +70,9 @@ def plan_cells(place: str, only: Sequence[str], modes: Sequence[str], lengths: S
     cells = []
     for name in only or workloads:
         workload = workloads[name]
+        if strange := set(lengths) - set(workload.lengths):
+            known = ", ".join(map(str, workload.lengths))
+            raise UserInputError(f"--length: {name} has no length {', '.join(map(str, strange))}; it has {known}.")
         for mode in modes:
             if mode == "training" and not workload.train:
                 continue
@@ -116,7 +120,9 @@ class Suite:
         )
         shared = self._provenance(cell) | {"load": [round(load_before, 2), round(os.getloadavg()[0], 2)]}
         rows = []
-        finished = [r for r in measured.results.values() if isinstance(r, Comparison) and r.rounds]
+        # of fusewright's comparison where there is one: its pairs are those that the ratio beside it comes from
+        order = sorted(measured.results.items(), key=lambda item: item[0] != "fusewright")
+        finished = [r for _, r in order if isinstance(r, Comparison) and r.rounds]
         for name in ("compile", *self.candidates):
             row: Row = dict(shared) | {
                 "provider": name,

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -64,24 +65,25 @@ def run_bench(
 
 
 def table(rows: Sequence[Row]) -> Group:
-    """One line a cell and provider, then the geometric mean of fusewright's ratios over families."""
-    drawn = Table(
-        "cell", "provider", "ms", "against torch.compile", "verdict", "accurate", "rewritten, verified", show_edge=False
-    )
-    last = ""
-    for row in rows:
-        cell = row["cell"] if row["cell"] != last else ""
-        last = row["cell"]
-        drawn.add_row(cell, row["provider"], _ms(row), _ratio(row), row.get("verdict", ""), _accuracy(row), _work(row))
-    return Group(drawn, Text(summary(rows)))
+    """A block a cell, narrow enough for 80 columns, then the geometric mean of fusewright's ratios over families."""
+    parts: list[Any] = []
+    for cell in dict.fromkeys(row["cell"] for row in rows):
+        drawn = Table("", "ms", "against torch.compile", "verdict", "accurate", show_edge=False, pad_edge=False)
+        mine = [row for row in rows if row["cell"] == cell]
+        for row in mine:
+            drawn.add_row(row["provider"], _ms(row), _ratio(row), row.get("verdict", ""), _accuracy(row))
+        work = [_work(row) for row in mine if row["provider"] == "fusewright"]
+        parts += [Text(cell, style="bold"), drawn, Text("\n".join(f"rewritten: {text}\n" for text in work))]
+    return Group(*parts, Text(summary(rows)))
 
 
 def _ratio(row: Row) -> str:
     if not row.get("ratio_vs_compile"):
         return "-"
     high = row["ci_high"]
-    interval = f"{row['ci_low']:.3f} to {high:.3f}" if high is not None else "no interval: too few pairs"
-    return f"{row['ratio_vs_compile']:.3f}x ({interval})"
+    if high is None:
+        return f"({row['ratio_vs_compile']:.3f}x, under 3 pairs)"
+    return f"{row['ratio_vs_compile']:.3f}x ({row['ci_low']:.3f} to {high:.3f})"
 
 
 def _ms(row: Row) -> str:
@@ -110,7 +112,7 @@ def summary(rows: Sequence[Row]) -> str:
         if row["provider"] == "fusewright" and row.get("verdict") != "undecided" and row.get("accuracy") is True:
             families.setdefault(f"{row['family']} {row['mode']}", []).append(math.log(row["ratio_vs_compile"]))
     if not families:
-        return "no cell is both accurate and decided"
+        return "no cell is both accurate and decided: a longer --budget lets 3 pairs of processes fit"
     means = {name: sum(logs) / len(logs) for name, logs in families.items()}
     parts = ", ".join(f"{name} {math.exp(mean):.3f}x" for name, mean in sorted(means.items()))
     return f"geometric mean against torch.compile: {math.exp(sum(means.values()) / len(means)):.3f}x ({parts})"

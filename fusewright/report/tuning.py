@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from fusewright.autotune.jobs import TuningJob, workload_job
 from fusewright.autotune.search import BUDGETS, CellResult, Tuner, tune
@@ -76,8 +78,8 @@ def run_tune(
     for result in results:
         winner = "nothing ran" if result.winner is None else result.winner.label()
         again = " (decided earlier)" if result.resumed else ""
-        console.print(f"{result.cell}: [bold]{winner}[/]{again}: {result.reason}", highlight=False)
-    console.print(f"store: {place}", highlight=False)
+        console.print(Text.assemble(f"{result.cell}: ", (winner, "bold"), f"{again}: {result.reason}"))
+    console.print(Text(f"store: {place}"))
     return results
 
 
@@ -104,7 +106,7 @@ def list_decisions(store: str, console: Console, *, as_json: bool) -> None:
         evidence, key = json.loads(row["evidence"]), json.loads(row["key_json"])
         bucket = " ".join(f"{n}={a}..{b}" for n, a, b in key["bucket"]) or "static"
         winner = GraphVariant.from_json(row["variant"]).label()
-        table.add_row(row["key"][:12], evidence["cell"], bucket, winner, evidence["reason"])
+        table.add_row(*map(escape, (row["key"][:12], evidence["cell"], bucket, winner, evidence["reason"])))
     console.print(table)
 
 
@@ -123,14 +125,15 @@ def explain_decision(store: str, key: str, console: Console, *, as_json: bool) -
         console.print_json(json.dumps({"decision": dict(decision), "measurements": [dict(r) for r in rows]}))
         return
     evidence = json.loads(decision["evidence"])
-    console.print(f"{evidence['cell']}: {evidence['reason']}", highlight=False)
-    table = Table("stage", "variant", "against", "ratio", "95 % interval", "pairs", "status", "when", show_edge=False)
+    console.print(Text(f"{evidence['cell']}: {evidence['reason']}"))
+    table = Table("stage", "variant", "against", "ratio", "95 % interval", "pairs", "status", show_edge=False)
+    for column in table.columns[:3]:
+        column.overflow = "fold"
     for row in rows:
         baseline = GraphVariant.from_json(row["baseline"]).label() if row["baseline"] else "-"
         ratio = f"{row['ratio']:.3f}x" if row["ratio"] else "-"
         interval = f"{row['ci_low']:.3f} to {row['ci_high']:.3f}" if row["ci_high"] else "-"
         variant = GraphVariant.from_json(row["variant"]).label()
-        table.add_row(
-            row["stage"], variant, baseline, ratio, interval, str(row["pairs"] or "-"), row["status"], row["at"]
-        )
+        cells = (row["stage"], variant, baseline, ratio, interval, str(row["pairs"] or "-"), row["status"])
+        table.add_row(*map(escape, cells))
     console.print(table)

@@ -125,6 +125,7 @@ def bucket_inputs(
     out = BucketInputs(mode, [])
     new: dict[sympy.Symbol, sympy.Expr] = {}
     hints: dict[sympy.Symbol, int] = {}
+    sizes = _symbols_of_sizes(captured)
     for number, symbol in enumerate(captured.symbols()):
         where = _locate(captured, symbol)
         assert where is not None, f"no argument shows the value of {symbol}"
@@ -134,12 +135,14 @@ def bucket_inputs(
         if limits is not None and limits.low == limits.high:
             new[symbol] = sympy.Integer(value)
             continue
+        source = LocalSource(f"size{number}")
         constraint = None
         if limits is not None:
             constraint = StrictMinMaxConstraint(vr=ValueRanges(limits.low, limits.high), warn_only=False)
-        made = env.create_symbol(
-            value, LocalSource(f"size{number}"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=constraint
-        )
+        if symbol in sizes:
+            made = env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=constraint)
+        else:  # a number of the user's, such as an offset: it may be 0, 1 or negative at a later call
+            made = env.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
         new[symbol] = made
         if isinstance(made, sympy.Symbol):
             out.where[made] = where
@@ -147,6 +150,12 @@ def bucket_inputs(
     for index, (item, arg) in enumerate(zip(captured.inputs, args, strict=True)):
         out.values.append(_fake(item.value, arg, mode, new, hints, LocalSource(f"arg{index}")))
     return out
+
+
+def _symbols_of_sizes(captured: CapturedGraph) -> set[sympy.Symbol]:
+    """The symbols that stand in a tensor's size or stride: Dynamo's guards keep them at 2 or above."""
+    tensors = (item.value for item in captured.inputs if isinstance(item.value, torch.Tensor))
+    return {symbol for value in tensors for expr in expressions(value) for symbol in expr.free_symbols}
 
 
 def _locate(captured: CapturedGraph, symbol: sympy.Symbol) -> Where | None:

@@ -92,7 +92,7 @@ def test_buckets_from_edges_or_ranges() -> None:
         ({"tokens": [(2, 128), (100, 200)]}, "range (100, 200) overlaps the one before; it should start at 129."),
         ({"tokens": [(2, 128), (140, 200)]}, "range (140, 200) leaves a gap; it should start at 129."),
         ({"tokens": [(9, 5)]}, "buckets['tokens']: range (9, 5) is empty."),
-        ({"tokens": [(1, 2, 3)]}, "buckets['tokens']: a range is (low, high), got (1, 2, 3)."),
+        ({"tokens": [(1, 2, 3)]}, "buckets['tokens']: an edge is an int and a range is (low, high), got (1, 2, 3)."),
     ],
 )
 def test_wrong_buckets(buckets: Any, said: str) -> None:

@@ -206,6 +206,68 @@ def test_training_and_back(x: Tensor, computed: list[int]) -> None:
     assert {"normalizes by the statistics of the batch", "gradients are asked for"} & reasons
 
 
+def train_by_forward(parent: nn.Module, x: Tensor) -> None:
+    """As code does that calls `forward`, which is never compiled."""
+    parent[0].forward(x)
+
+
+def train_disabled(parent: nn.Module, x: Tensor) -> None:
+    with fusewright.disabled():
+        parent[0](x)
+
+
+def train_by_parent(parent: nn.Module, x: Tensor) -> None:
+    parent(x)
+
+
+def train_children(parent: nn.Module, x: Tensor) -> None:
+    net: Any = parent[0]
+    net.norm(net.conv(x))
+
+
+@pytest.mark.parametrize("train", [train_by_forward, train_disabled, train_by_parent, train_children])
+@pytest.mark.parametrize("grad", [False, True])
+def test_statistics_that_training_moved(
+    train: Callable[[nn.Module, Tensor], None], grad: bool, x: Tensor, computed: list[int]
+) -> None:
+    """Eager batch norm writes to its statistics without raising their versions."""
+    model = frozen(randomized(Net()), strict=True)
+    parent = nn.Sequential(model)
+    with torch.no_grad():
+        check(model, x)
+        before = eager(model, x)
+    parent.train()
+    with torch.set_grad_enabled(grad):
+        train(parent, x * 3 + 1)
+    parent.eval()
+    with torch.no_grad():
+        assert not torch.allclose(before, eager(model, x)), "the change must show, or the test shows nothing"
+        check(model, x)
+        check(model, x + 1)
+    assert computed.count(6 + 4) == 2  # training without gradients has layers of its own to merge
+    assert explain(model).to_dict()["fallbacks"] == []
+
+
+class Scaled(nn.Module):
+    """Two layers of one input; the weights of the second are scaled by what comes after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.gain = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.two(x) * self.gain
+
+
+def test_a_scaled_layer_merges_with_one_before_it() -> None:
+    model, x = frozen(Scaled().eval(), strict=True), torch.randn(3, 8)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), model._call_impl(x), rtol=1e-4, atol=1e-5)
+            model.gain.mul_(2.0)
+    assert explain(model).to_dict()["rewrites"] == {"fold_scale": 1, "merge_linears": 1}
+
+
 def test_gradients_in_evaluation_are_of_the_weights_themselves(x: Tensor, computed: list[int]) -> None:
     model = frozen(randomized(Net()), strict=True)
     model(x).sum().backward()

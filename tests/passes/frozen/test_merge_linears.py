@@ -104,6 +104,44 @@ def test_declines_an_input_that_changes() -> None:
     assert "written to between" in declines(PASS, Layers((4, 4), written_between).eval(), [torch.randn(2, 8)])
 
 
+def test_a_weight_computed_between_the_layers_moves_up() -> None:
+    """Shared by a later pair of another input too, which must leave it where it is."""
+
+    def body(layers: Sequence[nn.Linear], x: Tensor) -> Tensor:
+        first = layers[0](x)
+        y = torch.tanh(layers[1](first * 3))
+        weight = (layers[2].weight * 2).neg()
+        one, other = functional.linear(y, weight, layers[2].bias), functional.linear(x, weight, layers[2].bias)
+        return first * other + one * layers[0](y)
+
+    report = rewrite(PASS, Layers((8, 8, 8), body).eval(), [torch.randn(2, 5, 8)])
+    assert report.rewrites == 2, report.declines
+    code = report.after.code
+    assert code.index("neg") < code.index("linear(")
+
+
+def test_a_pair_that_reads_a_merged_layer() -> None:
+    def body(layers: Sequence[nn.Linear], x: Tensor) -> Tensor:
+        one, two, three, four = layers
+        y = one(x)
+        return two(x) + three(y) * four(y)
+
+    report = rewrite(PASS, Layers((8, 8, 8, 8), body).eval(), [torch.randn(2, 5, 8)])
+    assert report.rewrites == 2, report.declines
+    assert report.after.code.count("linear(") == 2
+
+
+def computed_under_autocast(layers: Sequence[nn.Linear], x: Tensor) -> Tensor:
+    first = layers[0](x)
+    with torch.autocast("cpu", torch.bfloat16):
+        weight = (layers[1].weight @ layers[2].weight).float()
+    return first + functional.linear(x, weight, layers[1].bias)
+
+
+def test_declines_a_weight_computed_under_autocast() -> None:
+    assert "autocast" in declines(PASS, Layers((8, 8, 8), computed_under_autocast).eval(), [torch.randn(2, 8)])
+
+
 def test_declines_a_bias_on_one_side_only() -> None:
     body: Body = lambda layers, x: layers[0](x) + layers[1](x)  # noqa: E731 - one expression
     assert "differ" in declines(PASS, Layers((4, 4), body, [True, False]).eval(), [torch.randn(2, 8)])

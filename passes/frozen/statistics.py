@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
-LARGEST = 8192  # elements; no norm has more channels, and comparing longer buffers would cost more than it is worth
+LARGEST = 8192  # elements; wider norms are left to their versions, so that a call never compares a large table
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class _Group:
     """The small buffers of one device and dtype at some calls' `positions`, and what they held, end to end."""
 
     positions: tuple[int, ...]
-    join: Callable[[Sequence[Tensor]], Tensor]
+    join: Callable[[list[Tensor]], Tensor]
     held: Tensor
 
 

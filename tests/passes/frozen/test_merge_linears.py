@@ -109,10 +109,10 @@ def test_a_weight_computed_between_the_layers_moves_up() -> None:
 
     def body(layers: Sequence[nn.Linear], x: Tensor) -> Tensor:
         first = layers[0](x)
-        y = torch.tanh(layers[1](first * 3))
+        y = torch.tanh(first * 3)
+        one = layers[0](y)
         weight = (layers[2].weight * 2).neg()
-        one, other = functional.linear(y, weight, layers[2].bias), functional.linear(x, weight, layers[2].bias)
-        return first * other + one * layers[0](y)
+        return first * functional.linear(x, weight, layers[2].bias) + one * functional.linear(y, weight, layers[2].bias)
 
     report = rewrite(PASS, Layers((8, 8, 8), body).eval(), [torch.randn(2, 5, 8)])
     assert report.rewrites == 2, report.declines

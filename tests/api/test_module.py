@@ -245,7 +245,7 @@ def test_optimizing_twice_replaces_the_options() -> None:
     model, reference = pair(Net().eval())
     cheap(model, dims={"x": {0: "batch"}})
     check_same(model, reference, batch())
-    assert fusewright.explain(model).to_dict()["buckets"][0]["range"].startswith("batch=2..")
+    assert fusewright.explain(model).to_dict()["buckets"][0]["range"].startswith("batch>=2")
 
 
 def test_optimized_submodules_become_part_of_an_optimized_model() -> None:

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+import sysconfig
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from itertools import chain
 from operator import is_
+from pathlib import PurePath
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fusewright.capture.optimizer_update import OptimizerState, OptimizerView
-from fusewright.capture.whole_step import Constant, ParameterPlan, Slot, StepFunction, StepPlan, WholeStep
+from fusewright.capture.whole_step import Constant, ParameterPlan, Slot, StepFunction, StepPlan, WholeStep, tensor_key
 from fusewright.errors import CaptureError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
-_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, PurePath, np.generic)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_VALUES = (dict, types.MappingProxyType, *_SEQUENCES, types.SimpleNamespace, argparse.Namespace)
+_NOT_OPENED = frozenset({"torch", "logging", "threading", "multiprocessing", "concurrent", "asyncio", "_io"})
+_TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
+_STDLIB, _TRUSTED = sysconfig.get_path("stdlib"), sys.stdlib_module_names | {"torch"}
+_DEEPEST, _MOST = 4, 4000
 
 
 class Same:
     """Equal only to another of the very same object, which it keeps alive, so that no other can take its id."""
-
-    __slots__ = ("value",)
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -36,6 +48,92 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+class Snapshot:
+    """Python state as a hashable value that differs where a trace of the code that reads it might.
+
+    Containers count by what they hold; other objects by identity and attributes; functions by code, closure, defaults
+    and the globals that they name. Installed code (torch, the standard library, packages) is trusted with its globals.
+    """
+
+    def __init__(self, known: Iterable[object]) -> None:
+        self._seen = {id(value): (i, value) for i, value in enumerate(known)}  # with the value, so that ids stay taken
+        self._left = _MOST
+
+    def of(self, roots: Iterable[object]) -> Hashable:
+        """The state of `roots` but for the `known` objects; CaptureError where that is too much for every call."""
+        self._queue = list(roots)
+        return tuple(self._at(value, 0) for value in self._queue)  # which grows by the functions that are met
+
+    def _at(self, value: object, depth: int) -> Hashable:
+        if isinstance(value, _BY_VALUE):  # 0.0 and -0.0 are equal, and nan is not even equal to itself
+            return (type(value), value if value and value == value else repr(value))
+        if id(value) in self._seen:
+            return self._seen[id(value)][0]
+        if depth and isinstance(value, types.FunctionType):
+            self._queue.append(value)
+            return types.FunctionType
+        self._seen[id(value)] = (len(self._seen), value)
+        head, held = _opened(value)
+        self._left -= len(held)
+        if self._left < 0 or (held and depth > _DEEPEST):
+            raise CaptureError(f"{type(value).__name__}: over {_MOST} values, or over {_DEEPEST} deep, to watch")
+        parts = [self._at(child, depth + 1) for child in held]
+        return (type(value), head, frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts))
+
+
+def _opened(value: Any) -> tuple[Hashable, list[object]]:
+    """What of `value` counts by identity, and the objects that it holds."""
+    kind: Any = type(value)
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]  # not empty
+        if _is_trusted(value.__globals__.get("__name__")):  # keeps caches, but may wrap a function of the user
+            return Same(value.__code__), [cell for cell in cells if isinstance(cell, types.FunctionType)]
+        return Same(value.__code__), [*cells, value.__defaults__, value.__kwdefaults__, vars(value), *_read(value)]
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape), value.ravel()[: _MOST + 1].tolist()
+    if isinstance(value, nn.Module):
+        own = [{k: v for k, v in vars(part).items() if k not in _TORCH_OWN} for part in value.modules()]
+        return tuple(map(Same, value.modules())), [*own, *(type(part).forward for part in value.modules())]
+    if isinstance(value, type | types.ModuleType) or kind.__module__.partition(".")[0] in _NOT_OPENED:
+        return Same(value), []
+    held: list[object] = [*value] if isinstance(value, _SEQUENCES) else []
+    held += chain.from_iterable(value.items()) if isinstance(value, dict | types.MappingProxyType) else ()
+    held += chain.from_iterable(vars(value).items()) if kind.__dictoffset__ else ()
+    held += [slot.__get__(value) for slot in _slots(kind) if hasattr(value, slot.__name__)]
+    if isinstance(value, _VALUES) or is_dataclass(kind):
+        return None, held
+    return Same(value), [*held, kind.__call__] if callable(value) else held
+
+
+def _is_trusted(module: object) -> bool:
+    return str(module).partition(".")[0] in _TRUSTED
+
+
+@cache
+def _slots(kind: type) -> list[types.MemberDescriptorType]:
+    found = [d for base in kind.__mro__ for d in vars(base).values() if isinstance(d, types.MemberDescriptorType)]
+    return [slot for slot in found if not slot.__name__.endswith("offset__")]  # of the C type, such as __dictoffset__
+
+
+def _read(function: types.FunctionType) -> list[object]:
+    """The globals that a function names, and what it names of modules and classes among them."""
+    names = _names(function.__code__)
+    found = [function.__globals__.get(name) for name in names]
+    for item in found[:]:
+        if isinstance(item, type | types.ModuleType) and not _is_trusted(vars(item).get("__module__", item.__name__)):
+            found += [vars(item).get(name) for name in names]
+    return found
+
+
+@cache
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code and the code inside of it look up; none for installed code."""
+    if "site-packages" in code.co_filename or code.co_filename.startswith((_STDLIB, "<frozen")):
+        return ()
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 @dataclass
@@ -51,17 +149,11 @@ class Layout:
 
 
 class ModuleState:
-    """The module's parameters, buffers and settings, scanned again only where some attribute was assigned.
-
-    Attributes that are containers (a configuration object, a list) are watched by identity only.
-    """
+    """The module's parameters, buffers and settings, scanned again only where some attribute was assigned."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
         self._module = module
         self._optimizer = optimizer
-        self._watched: list[tuple[Mapping[Any, Any], list[Any]]] = []
-        self._empty: list[Mapping[Any, Any]] = []
-        self._groups: list[list[Any]] = []
         self._structures: dict[Hashable, int] = {}
         self._layout: Layout | None = None
 
@@ -71,48 +163,50 @@ class ModuleState:
             self._layout = self._scan()
         return self._layout
 
+    def values(self, constants: Iterable[object]) -> Hashable:
+        """Of `constants` and the module, what may have changed since `layout` without an assignment: see Snapshot."""
+        return Snapshot(self._parts).of([*self._roots, *constants])
+
     def _changed(self) -> bool:
         groups = self._optimizer.param_groups
         return (
             len(groups) != len(self._groups)
             or any(not _same(group["params"], last) for group, last in zip(groups, self._groups, strict=True))
-            or any(self._empty)
             or any(not _same(live.values(), last) for live, last in self._watched)
         )
 
     def _scan(self) -> Layout:
-        watched: list[tuple[Mapping[Any, Any], list[Any]]] = []
+        self._watched: list[tuple[Mapping[Any, Any], list[Any]]] = []
         described: list[Hashable] = []
         attributes: list[tuple[nn.Module, str]] = []
-        for part in self._module.modules():
+        self._parts = list(self._module.modules())
+        self._roots: list[object] = list({type(part).forward: None for part in self._parts})
+        for part in self._parts:
             live = vars(part)
-            watched.append((live, list(live.values())))
+            self._watched.append((live, list(live.values())))
             settings: list[Hashable] = [Same(type(part))]
             for name, value in live.items():
                 if isinstance(value, Tensor):
                     attributes.append((part, name))
                     settings.append((name, "tensor"))
-                elif isinstance(value, _BY_VALUE):
-                    settings.append((name, type(value), value))
                 elif isinstance(value, Mapping) and (name in _CONTAINERS or name.endswith("_hooks")):
-                    watched.append((value, list(value.values())))
+                    self._watched.append((value, list(value.values())))
                     settings.append((name, tuple(value if name in _CONTAINERS else map(Same, value.values()))))
-                else:
+                elif name in _TORCH_OWN:
                     settings.append((name, Same(value)))
+                elif all(isinstance(item, _BY_VALUE) for item in (value if isinstance(value, tuple) else (value,))):
+                    settings.append((name, Snapshot(()).of([value])))
+                else:
+                    self._roots.append(value)
+                    settings.append((name, type(value)))
             described.append(tuple(settings))
         named = dict(self._module.named_parameters())
-        parameters, names = cast(list[Tensor], list(named.values())), list(named)
-        known = {id(parameter) for parameter in parameters}
-        for group in self._optimizer.param_groups:
-            extra = [parameter for parameter in group["params"] if id(parameter) not in known]
-            parameters += extra
-            names += [""] * len(extra)
-            known |= {id(parameter) for parameter in extra}
+        groups = self._optimizer.param_groups
+        parameters: list[Tensor] = list(dict.fromkeys(chain(named.values(), *(group["params"] for group in groups))))
+        names = [*named, *[""] * (len(parameters) - len(named))]
         buffers = dict(self._module.named_buffers())
-        self._watched = [(live, last) for live, last in watched if last]
-        self._empty = [live for live, last in watched if not last]
-        self._groups = [list(group["params"]) for group in self._optimizer.param_groups]
-        key = (tuple(described), tuple(names), tuple(buffers), _tied(self._module), len(self._optimizer.param_groups))
+        self._groups = [list(group["params"]) for group in groups]
+        key = (tuple(described), tuple(names), tuple(buffers), _tied(self._module), len(groups))
         number = self._structures.setdefault(key, len(self._structures))
         return Layout(number, parameters, names, list(buffers.values()), list(buffers), attributes)
 
@@ -123,7 +217,8 @@ class Call:
 
     Attributes:
         view: what the optimizer would do; updates nothing where the optimizer runs outside of the graph.
-        tensors, constants, spec: the arguments; constants has None in the place of a tensor.
+        tensors, constants, spec: the arguments, `inputs`, taken apart; constants has None in the place of a tensor.
+        updates: whether the optimizer's update is part of the graph.
         fresh: optimizer state that torch has not made yet, by parameter; goes to the optimizer with the step.
     """
 
@@ -132,49 +227,39 @@ class Call:
     tensors: list[Tensor]
     constants: tuple[Constant | None, ...]
     spec: pytree.TreeSpec
+    inputs: Inputs
+    updates: bool
     fresh: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
 
 
+@dataclass
 class LiveStep:
     """The live objects of a training step: what a call looks like, which graph it needs, and that graph's inputs.
 
     Args:
-        module: takes the arguments' trees and returns the loss; `loss_fn` is watched for values that it closes over.
+        module: takes the arguments' trees and returns the loss.
         scale: the loss scale on a device, where a GradScaler is used.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        loss_fn: object,
-        optimizer: Optimizer,
-        *,
-        accumulate: int,
-        clip: float | None,
-        scale: Callable[[torch.device], Tensor] | None,
-    ) -> None:
-        self._module = module
-        self._loss_fn = loss_fn
-        self._optimizer = optimizer
-        self._accumulate = accumulate
-        self._clip = clip
-        self._scale = scale
-        self._module_state = ModuleState(module, optimizer)
-        self._optimizer_state = OptimizerState(optimizer)
+    module: nn.Module
+    optimizer: Optimizer
+    accumulate: int
+    clip: float | None
+    scale: Callable[[torch.device], Tensor] | None
+
+    def __post_init__(self) -> None:
+        self.module_state = ModuleState(self.module, self.optimizer)
+        self._optimizer_state = OptimizerState(self.optimizer)
 
     def describe(self, inputs: Inputs, *, updates: bool) -> Call:
         """Look at a call; with `updates`, the optimizer's update is part of its graph."""
-        layout = self._module_state.layout()
+        layout = self.module_state.layout()
         leaves, spec = pytree.tree_flatten(inputs)
-        return Call(
-            layout,
-            self._optimizer_state.view(layout.parameters)
-            if updates
-            else OptimizerView([None] * len(layout.parameters), [], []),
-            [leaf for leaf in leaves if isinstance(leaf, Tensor)],
-            tuple(None if isinstance(leaf, Tensor) else Constant(leaf) for leaf in leaves),
-            spec,
-        )
+        parameters = layout.parameters
+        view = self._optimizer_state.view(parameters) if updates else OptimizerView([None] * len(parameters), [], [])
+        constants = tuple(None if isinstance(leaf, Tensor) else Constant(leaf) for leaf in leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return Call(layout, view, tensors, constants, spec, inputs, updates)
 
     def key(self, call: Call) -> Hashable:
         """Everything that a graph for `call` assumes."""
@@ -184,13 +269,12 @@ class LiveStep:
             call.layout.structure,
             tuple(call.view.rules),
             parameter_key(parameters, call.view.bucket),
-            state_key(self._optimizer.state, parameters) if call.view.rules else (),
+            state_key(self.optimizer.state, parameters) if call.view.rules else (),
             tuple(map(tensor_key, call.layout.buffers)),
             tuple(tensor_key(vars(owner)[name]) for owner, name in call.layout.attributes),
             tuple(map(tensor_key, call.tensors)),
-            tuple(None if constant is None else constant_key(constant.value) for constant in call.constants),
             call.spec,
-            closure_key(self._loss_fn),
+            self.module_state.values(call.constants),
             ambient_key(devices),
         )
 
@@ -206,80 +290,45 @@ class LiveStep:
                 raise CaptureError(f"parameter {name!r} has a hook that runs after its gradient is accumulated")
         if any(tensor.requires_grad for tensor in call.tensors):
             raise CaptureError("an argument requires a gradient")
-        for constant in call.constants:
-            if constant is not None and constant_key(constant.value) == _unhashable(constant.value):
-                raise CaptureError(f"an argument of type {type(constant.value).__name__} is no tensor and not hashable")
+        parameters = zip(layout.names, layout.parameters, call.view.bucket, strict=True)
         plan = StepPlan(
-            tuple(
-                ParameterPlan(name, parameter.requires_grad, parameter.grad is not None, bucket)
-                for name, parameter, bucket in zip(layout.names, layout.parameters, call.view.bucket, strict=True)
-            ),
+            tuple(ParameterPlan(name, p.requires_grad, p.grad is not None, bucket) for name, p, bucket in parameters),
             tuple(layout.buffer_names),
             tuple(layout.attributes),
             tuple(call.view.rules),
-            call.spec,
-            call.constants,
-            self._accumulate,
-            self._clip,
-            self._scale is not None,
+            *(call.spec, call.constants, self.accumulate, self.clip, self.scale is not None),
         )
-        function = StepFunction(self._module, plan, gradient_hooks(layout.parameters))
+        hooks = {i: list(p._backward_hooks.values()) for i, p in enumerate(layout.parameters) if p._backward_hooks}
+        function = StepFunction(self.module, plan, hooks)
         return function, self.gather(function.slots, call)
 
     def gather(self, slots: Iterable[Slot], call: Call) -> list[Tensor]:
         """The live tensor of each slot; initial optimizer state that does not exist yet is put into `call.fresh`."""
         scalars = [torch.tensor(values, dtype=torch.float64).unbind() for values in call.view.values]
         names = [rule.scalar_names for rule in call.view.rules]
-        found: list[Tensor] = []
-        for slot in slots:
-            role, i, name = slot
+        found: list[Tensor | None] = []
+        for role, i, name in slots:
             if role == "state":
                 found.append(self._optimizer_state.tensor(call.layout.parameters[i], name, call.fresh))
             elif role == "scalar":
                 found.append(scalars[i][names[i].index(name)])
-            elif role == "argument":
-                found.append(call.tensors[i])
             elif role == "scale":
-                assert self._scale is not None, "a scale without a scaler"
-                found.append(self._scale(call.layout.parameters[0].device))
+                found.append(None if self.scale is None else self.scale(call.layout.parameters[0].device))
             else:
-                tensor = _held(call.layout, slot)
-                assert tensor is not None, f"{slot} holds no tensor, and the signature says that it does"
-                found.append(tensor)
-        return found
+                found.append(call.tensors[i] if role == "argument" else _held(call.layout, role, i))
+        tensors = [tensor for tensor in found if tensor is not None]
+        assert len(tensors) == len(found), "a slot holds no tensor, and the signature says that it does"
+        return tensors
 
     def results(self, step: WholeStep) -> dict[Slot, Tensor]:
         """What lies now in the slots that `step` writes, and the gradients that it would hand out."""
-        layout = self._module_state.layout()
-        found: dict[Slot, Tensor] = {}
+        layout = self.module_state.layout()
+        state = self.optimizer.state
+        found: dict[Slot, Tensor | None] = {}
         for slot in step.results:
-            state = self._optimizer.state[layout.parameters[slot.number]] if slot.role == "state" else None
-            tensor = _held(layout, slot) if state is None else state[slot.name]
-            if tensor is not None:
-                found[slot] = tensor.detach()
-        return found
-
-    def restore(self, before: Mapping[Slot, Tensor], call: Call, *, updated: Iterable[int]) -> None:
-        """Put the tensors of `before` into these objects: copies of those that `call` described, one step later."""
-        layout, state = self._module_state.layout(), self._optimizer.state
-        for parameter, original in zip(layout.parameters, call.layout.parameters, strict=True):
-            parameter.grad = None
-            if original in call.fresh:
-                state.pop(parameter, None)
-        for i in updated:
-            counter = state.get(layout.parameters[i], {}).get("step")
-            if isinstance(counter, Tensor) and Slot("state", i, "step") not in before:
-                counter.sub_(1)
-        for (role, i, name), tensor in before.items():  # parameters come first: their gradients need their dtype
-            if role in ("param", "buffer"):
-                (layout.parameters if role == "param" else layout.buffers)[i].data = tensor
-            elif role == "attribute":
-                owner, attribute = layout.attributes[i]
-                vars(owner)[attribute] = tensor
-            elif role == "grad":
-                layout.parameters[i].grad = tensor
-            elif role == "state" and layout.parameters[i] in state:
-                state[layout.parameters[i]][name] = tensor
+            role, i, name = slot
+            found[slot] = state[layout.parameters[i]][name] if role == "state" else _held(layout, role, i)
+        return {slot: tensor.detach() for slot, tensor in found.items() if tensor is not None}
 
     def finish(self, step: WholeStep, call: Call) -> None:
         """After the graph's update: count the optimizer's step and drop the gradients that it used."""
@@ -291,80 +340,41 @@ class LiveStep:
                 parameter.grad = None
 
 
-def _held(layout: Layout, slot: Slot) -> Tensor | None:
+def _held(layout: Layout, role: str, i: int) -> Tensor | None:
     """What the module holds in a slot."""
-    if slot.role == "param":
-        return layout.parameters[slot.number]
-    if slot.role == "grad":
-        return layout.parameters[slot.number].grad
-    if slot.role == "buffer":
-        return layout.buffers[slot.number]
-    assert slot.role == "attribute", f"the module has no {slot.role}"
-    owner, name = layout.attributes[slot.number]
-    found = vars(owner)[name]
-    assert isinstance(found, Tensor), f"attribute {name!r} is no tensor any more"
-    return found
-
-
-def constant_key(value: object) -> Hashable:
-    """A constant by type and value; a type that cannot be hashed has one key, and `LiveStep.function` refuses it."""
-    try:
-        hash(value)
-    except TypeError:
-        return _unhashable(value)
-    return (type(value), value)
-
-
-def _unhashable(value: object) -> Hashable:
-    return ("not hashable", type(value))
-
-
-def closure_key(function: object) -> tuple[Hashable, ...]:
-    """The values that a plain function closes over: plain ones by value, others by identity."""
-    if not isinstance(function, types.FunctionType) or function.__closure__ is None:
-        return ()
-    values = [cell.cell_contents for cell in function.__closure__]
-    return tuple((type(value), value) if isinstance(value, _BY_VALUE) else Same(value) for value in values)
+    if role == "attribute":
+        owner, name = layout.attributes[i]
+        assert isinstance(vars(owner)[name], Tensor), f"attribute {name!r} is no tensor any more"
+        return cast(Tensor, vars(owner)[name])
+    if role == "buffer":
+        return layout.buffers[i]
+    assert role in ("param", "grad"), f"the module has no {role}"
+    return layout.parameters[i] if role == "param" else layout.parameters[i].grad
 
 
 def parameter_key(parameters: Sequence[Tensor], buckets: Sequence[int | None]) -> tuple[Hashable, ...]:
     """All that the graph assumes about the parameters and their gradients."""
-    key: list[Hashable] = []
-    for parameter, bucket in zip(parameters, buckets, strict=True):
-        grad = parameter.grad
-        key.append(
-            (
-                *tensor_key(parameter),
-                bucket,
-                None if grad is None else tensor_key(grad),
-                tuple(map(Same, _hooks(parameter))),
-                bool(parameter._post_accumulate_grad_hooks),
-            )
+    return tuple(
+        (
+            *tensor_key(parameter),
+            bucket,
+            None if parameter.grad is None else tensor_key(parameter.grad),
+            tuple(map(Same, (parameter._backward_hooks or {}).values())),
+            bool(parameter._post_accumulate_grad_hooks),
         )
-    return tuple(key)
+        for parameter, bucket in zip(parameters, buckets, strict=True)
+    )
 
 
 def state_key(state: Mapping[Tensor, Mapping[str, Any]], parameters: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """State tensors that are not laid out as their parameter (moved to another device, another dtype, ...)."""
-    odd: list[Hashable] = []
-    for i, parameter in enumerate(parameters):
-        for name, tensor in state.get(parameter, {}).items():
-            if (
-                name != "step"
-                and isinstance(tensor, Tensor)
-                and (
-                    tensor.dtype is not parameter.dtype
-                    or tensor.device != parameter.device
-                    or tensor.stride() != parameter.stride()
-                )
-            ):
-                odd.append((i, name, *tensor_key(tensor)))
-    return tuple(odd)
-
-
-def tensor_key(tensor: Tensor) -> tuple[Hashable, ...]:
-    """What a graph assumes about one tensor."""
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
+    return tuple(
+        (i, name, *tensor_key(tensor))
+        for i, p in enumerate(parameters)
+        for name, tensor in state.get(p, {}).items()
+        if name != "step" and isinstance(tensor, Tensor)
+        if (tensor.dtype, tensor.device, tensor.stride()) != (p.dtype, p.device, p.stride())
+    )
 
 
 def ambient_key(device_types: Iterable[str]) -> tuple[Hashable, ...]:
@@ -379,18 +389,8 @@ def ambient_key(device_types: Iterable[str]) -> tuple[Hashable, ...]:
     )
 
 
-def gradient_hooks(parameters: Sequence[Tensor]) -> dict[int, list[Callable[..., Any]]]:
-    """The hooks that users registered on parameters, by position."""
-    return {i: list(_hooks(parameter)) for i, parameter in enumerate(parameters) if _hooks(parameter)}
-
-
 def _same(live: Collection[Any], last: list[Any]) -> bool:
-    return len(live) == len(last) and all(map(is_, live, last))
-
-
-def _hooks(parameter: Tensor) -> Iterable[Callable[..., Any]]:
-    hooks = parameter._backward_hooks
-    return () if not hooks else hooks.values()
+    return len(live) == len(last) and (not last or all(map(is_, live, last)))
 
 
 def _tied(module: nn.Module) -> tuple[int, ...]:

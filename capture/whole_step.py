@@ -8,7 +8,7 @@ between two steps is an input (`Slot`); what the step changes in place is writte
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 from unittest import mock
@@ -231,6 +231,11 @@ class _Scope(nn.Module):
         return body()
 
 
+def tensor_key(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What a graph assumes about one tensor."""
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
+
+
 class Constant(NamedTuple):
     """A leaf of the arguments that is no tensor; part of the graph."""
 
@@ -356,8 +361,7 @@ def frozen_attributes(module: nn.Module, given: Sequence[tuple[nn.Module, str, T
                     raise CaptureError(f"forward sets attribute {key!r} of {name or 'the module'}")
     finally:
         for _, live, old in original:
-            for key in live.keys() - old.keys():
-                del live[key]
+            live.clear()
             live.update(old)
 
 
@@ -369,16 +373,14 @@ def _rng_rewinds() -> Iterator[list[str]]:
     def refuse(*_: Any, **__: Any) -> None:
         found.append("set_rng_state")
 
-    with contextlib.ExitStack() as stack:
-        for owner in (torch, torch.random, torch.cuda):
-            stack.enter_context(mock.patch.object(owner, "set_rng_state", refuse))
+    patches = [mock.patch.object(owner, "set_rng_state", refuse) for owner in (torch, torch.random, torch.cuda)]
+    with patches[0], patches[1], patches[2]:
         yield found
 
 
 def _write_back(graph: fx.Graph, count: int, targets: Sequence[int]) -> None:
     """Turn the last `count` outputs into `copy_` nodes to the placeholders at `targets`."""
-    placeholders = graph.find_nodes(op="placeholder")
-    output = graph.output_node()
+    placeholders, output = graph.find_nodes(op="placeholder"), graph.output_node()
     (results,) = output.args
     assert isinstance(results, tuple | list), f"a step returns a tuple, not {results!r}"
     split = len(results) - count
@@ -391,10 +393,8 @@ def _write_back(graph: fx.Graph, count: int, targets: Sequence[int]) -> None:
 
 def _prune_placeholders(graph: fx.Graph) -> list[int]:
     """Erase placeholders without a use; return the positions of those that stay."""
-    kept = []
-    for position, node in enumerate(graph.find_nodes(op="placeholder")):
-        if node.users:
-            kept.append(position)
-        else:
-            graph.erase_node(node)
+    placeholders = graph.find_nodes(op="placeholder")
+    kept = [position for position, node in enumerate(placeholders) if node.users]
+    for node in [node for node in placeholders if not node.users]:
+        graph.erase_node(node)
     return kept

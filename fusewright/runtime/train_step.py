@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -53,7 +54,10 @@ class LossModule(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_args: tuple[Any, ...]) -> Tensor:
         """The loss of one batch."""
-        return self.loss_fn(self.model(*args, **kwargs), *loss_args)
+        loss = self.loss_fn(self.model(*args, **kwargs), *loss_args)
+        if not isinstance(loss, Tensor):
+            raise UserInputError(f"loss_fn must return a tensor, not {type(loss).__name__}.")
+        return loss
 
 
 class TrainStep:
@@ -123,14 +127,7 @@ class TrainStep:
         verdicts = VerdictFolder.under(settings.cache_dir)
         self._builder = StepBuilder(pipeline, self.record, verdicts, to_enum(Lowering, lowering, "lowering"))
         self._module = LossModule(model, loss_fn)
-        self._live = LiveStep(
-            self._module,
-            loss_fn,
-            optimizer,
-            accumulate=accumulate,
-            clip=clip,
-            scale=None if self._scaler is None else self._scale,
-        )
+        self._live = LiveStep(self._module, optimizer, accumulate, clip, None if self._scaler is None else self._scale)
         self._steps: dict[Hashable, CompiledStep | Fallback] = {}
         self._micro_step = 0
 
@@ -150,12 +147,9 @@ class TrainStep:
         last = self._micro_step + 1 == self._accumulate
         off = self._disabled or OFF.depth > 0
         loss = self._eager(inputs, last) if off or not torch.is_grad_enabled() else self._dispatch(inputs, last)
-        self._advance()
+        self._micro_step = (self._micro_step + 1) % self._accumulate
         (self.record.disabled_calls if off else self.record.calls).bump()
         return loss
-
-    def _advance(self) -> None:
-        self._micro_step = (self._micro_step + 1) % self._accumulate
 
     def report(self) -> dict[str, Any]:
         """What happened so far: calls, graphs (one per signature), their nodes, lowerings, rewrites of passes, and
@@ -181,14 +175,18 @@ class TrainStep:
     def _dispatch(self, inputs: Inputs, last: bool) -> Tensor:
         updates = last and self._scaler is None and self._optimizer_fits()
         call = self._live.describe(inputs, updates=updates)
-        key = (last, updates, self._live.key(call))
+        try:
+            key = (last, updates, self._live.key(call))
+        except CaptureError as error:
+            self._fall_back(Fallback("capture", type(self.model).__name__, str(error)), CaptureError, error)
+            return self._eager(inputs, last)
         found = self._steps.get(key)
         if found is None:
-            return self._first_call(key, call, inputs, last, updates)
+            return self._first_call(key, call, last)
         if isinstance(found, Fallback):
             self.record.add_fallback(found.kind, found.where, found.reason)
             return self._eager(inputs, last)
-        return self._run(found, call, last, updates)
+        return self._run(found, call, last)
 
     def _optimizer_fits(self) -> bool:
         """Whether the update can be part of the graph; counted where it cannot."""
@@ -197,40 +195,39 @@ class TrainStep:
             self._fall_back(Fallback("optimizer", type(self.optimizer).__name__, reason), FallbackError)
         return reason is None
 
-    def _first_call(self, key: Hashable, call: Call, inputs: Inputs, last: bool, updates: bool) -> Tensor:
+    def _first_call(self, key: Hashable, call: Call, last: bool) -> Tensor:
         """Capture, lower and verify for a new signature; the result is the eager loop's where a comparison needs it."""
         where = type(self.model).__name__
         if len(self._steps) >= MAX_SIGNATURES:
             reason = f"more than {MAX_SIGNATURES} signatures"
             self._fall_back(Fallback("signature_limit", where, reason), FallbackError)
-            return self._eager(inputs, last)
+            return self._eager(call.inputs, last)
         stage: str = "capture"
         try:
             function, flat, step = self._capture(call)
             stage = "lowering"
-            plan = self._builder.plan(
-                step,
-                f"step{len(self._steps)}",
-                (updates, tuple(call.view.rules), *eager_side(self._module, self.optimizer)),
-            )
+            assumed = (call.updates, tuple(call.view.rules), *eager_side(self._module, self.optimizer))
+            plan = self._builder.plan(step, f"step{len(self._steps)}", assumed)
             known = NOT_VERIFIED if self._verify is Verify.OFF else self._builder.known(step, plan)
             with self._timed("lower"):
                 run = self._builder.lower(step, plan)
             with self._timed("verify"):
                 verifier = StepVerifier(function, flat, step, run) if known is None else None
+        except UserInputError:
+            raise
         except KnownToDisagreeError as error:
-            return self._reject(key, error.verdict, self._eager(inputs, last))
+            return self._reject(key, error.verdict, self._eager(call.inputs, last))
         except Exception as error:  # noqa: BLE001  the user's code or a compiler may raise anything; it is counted
             fallback = Fallback(stage, where, f"{type(error).__name__}: {_first_line(error)}")
             self._fall_back(fallback, CaptureError if stage == "capture" else FallbackError, error)
             self._steps[key] = fallback
-            return self._eager(inputs, last)
+            return self._eager(call.inputs, last)
         if verifier is None:
             assert known is not None, "neither compared nor known"
-            return self._run(self._add(key, step, plan, run, known), call, last, updates)
+            return self._run(self._add(key, step, plan, run, known), call, last)
         with self._timed("verify"):
             before = dict(zip(function.slots, verifier.before, strict=True))
-            loss, compared = self._compare(verifier, before, step, call, inputs, last, updates)
+            loss, compared = self._compare(verifier, before, step, call, last)
             verdict = self._builder.keep(plan, compared)
         if not verdict.ok:
             return self._reject(key, verdict, loss)
@@ -246,23 +243,14 @@ class TrainStep:
         return function, flat, step
 
     def _compare(
-        self,
-        verifier: StepVerifier,
-        before: Mapping[Slot, Tensor],
-        step: WholeStep,
-        call: Call,
-        inputs: Inputs,
-        last: bool,
-        updates: bool,
+        self, verifier: StepVerifier, before: Mapping[Slot, Tensor], step: WholeStep, call: Call, last: bool
     ) -> tuple[Tensor, TreeComparison]:
         """Run the eager loop on the live objects and compare it with what `verifier` saw; return the loss too."""
-        loss = self._backward(inputs)
-        if updates:
+        loss = self._backward(call.inputs)
+        if call.updates:
             self._update()
-        compared = verifier.compare(
-            loss, self._live.results(step), lambda: self._float64(step, before, call, inputs, updates)
-        )
-        if last and not updates:
+        compared = verifier.compare(loss, self._live.results(step), lambda: self._float64(step, before, call))
+        if last and not call.updates:
             self._update()
         return loss, compared
 
@@ -286,14 +274,14 @@ class TrainStep:
         yield
         self.record.add_seconds(what, time.perf_counter() - start)
 
-    def _run(self, compiled: CompiledStep, call: Call, last: bool, updates: bool) -> Tensor:
+    def _run(self, compiled: CompiledStep, call: Call, last: bool) -> Tensor:
         step = compiled.step
         tensors = self._live.gather(step.slots, call)
         with torch.no_grad(), autocast_off(step.device_types):
             loss, *grads = compiled.run(*tensors)
         for i, grad in zip(step.grad_outputs, grads, strict=True):
             call.layout.parameters[i].grad = grad
-        if updates:
+        if call.updates:
             self._live.finish(step, call)
         elif last:
             self._update()
@@ -304,9 +292,7 @@ class TrainStep:
         assert self._scaler is not None, "a scale without a scaler"
         return self._scaler.scale(torch.ones((), device=device))
 
-    def _float64(
-        self, step: WholeStep, before: Mapping[Slot, Tensor], call: Call, inputs: Inputs, updates: bool
-    ) -> dict[str, Tensor]:
+    def _float64(self, step: WholeStep, before: Mapping[Slot, Tensor], call: Call) -> dict[str, Tensor]:
         """Results of the eager loop in float64 on copies, from the state `before`; shares no code with the graph.
 
         Raises:
@@ -314,18 +300,12 @@ class TrainStep:
         """
         try:
             module, optimizer = copy.deepcopy((self._module, self.optimizer))
-            twin = TrainStep(
-                module.model,
-                module.loss_fn,
-                optimizer,
-                accumulate=self._accumulate,
-                clip=self._clip,
-                scaler=self._scaler,
-            )
-            twin._live.restore({slot: _wide(tensor) for slot, tensor in before.items()}, call, updated=step.updated)
+            options: dict[str, Any] = {"accumulate": self._accumulate, "clip": self._clip, "scaler": self._scaler}
+            twin = TrainStep(module.model, module.loss_fn, optimizer, **options)
+            _restore(twin._live, {slot: _wide(tensor) for slot, tensor in before.items()}, call, step.updated)
             with torch.random.fork_rng(range(torch.cuda.device_count())), autocast_off(step.device_types):
-                loss = twin._backward(pytree.tree_map_only(Tensor, _wide, inputs))
-                if updates:
+                loss = twin._backward(pytree.tree_map_only(Tensor, _wide, call.inputs))
+                if call.updates:
                     twin._update()
             return {"loss": loss} | {label(slot): tensor for slot, tensor in twin._live.results(step).items()}
         except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -362,7 +342,7 @@ class TrainStep:
         """Count a fallback, or raise it under `strict`."""
         if self._strict:
             if kind is VerificationError:  # the only one raised after the eager loop's step
-                self._advance()
+                self._micro_step = (self._micro_step + 1) % self._accumulate
             raise kind(f"{fallback.kind} of {fallback.where}: {fallback.reason}") from cause
         self.record.add_fallback(fallback.kind, fallback.where, fallback.reason)
 
@@ -374,10 +354,39 @@ def _check_arguments(model: object, loss_fn: object, optimizer: object, accumula
         raise UserInputError(f"loss_fn must be callable, not {type(loss_fn).__name__}.")
     if not isinstance(optimizer, Optimizer):
         raise UserInputError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    for name, part in model.named_modules():
+        if "_fusewright" in vars(part):  # installation.HANDLE, which is imported after this stage
+            raise UserInputError(f"model {name} is optimized already; pass the plain model: TrainStep optimizes it.")
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserInputError(f"{type(optimizer).__name__}.step needs a closure, which TrainStep does not give it.")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise UserInputError(f"accumulate must be a whole number of at least 1, not {accumulate!r}.")
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise UserInputError(f"clip must be a number above 0 or None, not {clip!r}.")
+
+
+def _restore(live: LiveStep, before: Mapping[Slot, Tensor], call: Call, updated: Sequence[int]) -> None:
+    """Put the tensors of `before` into the objects of `live`: copies of those that `call` described, one step later."""
+    layout, state = live.module_state.layout(), live.optimizer.state
+    for parameter, original in zip(layout.parameters, call.layout.parameters, strict=True):
+        parameter.grad = None
+        if original in call.fresh:
+            state.pop(parameter, None)
+    for i in updated:
+        counter = state.get(layout.parameters[i], {}).get("step")
+        if isinstance(counter, Tensor) and Slot("state", i, "step") not in before:
+            counter.sub_(1)
+    for (role, i, name), tensor in before.items():  # parameters come first: their gradients need their dtype
+        if role in ("param", "buffer"):
+            (layout.parameters if role == "param" else layout.buffers)[i].data = tensor
+        elif role == "attribute":
+            owner, attribute = layout.attributes[i]
+            vars(owner)[attribute] = tensor
+        elif role == "grad":
+            layout.parameters[i].grad = tensor
+        elif role == "state" and layout.parameters[i] in state:
+            state[layout.parameters[i]][name] = tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:

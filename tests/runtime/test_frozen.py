@@ -394,13 +394,3 @@ def test_weights_made_in_inference_mode_are_counted_and_right(x: Tensor) -> None
         model.conv.weight.mul_(3.0)
         check(model, x)
     assert {f["kind"] for f in explain(model).to_dict()["fallbacks"]} == {"frozen_weights"}
-
-
-def test_dynamic_shapes_share_the_folded_weights(x: Tensor) -> None:
-    model = frozen(randomized(Net()), dims={"x": {0: "batch"}}, buckets={"batch": [4, 16]}, strict=True)
-    with torch.no_grad():
-        for size in (2, 3, 9, 4, 16):
-            check(model, torch.randn(size, 3, 7, 7))
-        in_place(model)
-        for size in (2, 9):
-            check(model, torch.randn(size, 3, 7, 7))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fusewright
 from fusewright.api import explain
 from tests.passes.frozen.frozen_pass import randomized
-from tests.runtime.test_frozen import check, frozen
+from tests.runtime.test_frozen import Net, check, frozen, in_place
 
 
 def test_hugging_face_llama() -> None:
@@ -56,3 +56,13 @@ def test_inductor_agrees_with_torch_compile() -> None:
     told = explain(model).to_dict()
     assert (told["rewrites"], told["fallbacks"]) == ({"fold_batch_norm": 1}, [])
     assert [v["ok"] for v in told["verified"]] == [True]
+
+
+def test_dynamic_shapes_share_the_folded_weights() -> None:
+    model = frozen(randomized(Net()), dims={"x": {0: "batch"}}, buckets={"batch": [4, 16]}, strict=True)
+    with torch.no_grad():
+        for size in (2, 3, 9, 4, 16):
+            check(model, torch.randn(size, 3, 7, 7))
+        in_place(model)
+        for size in (2, 9):
+            check(model, torch.randn(size, 3, 7, 7))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Cell:
 
     def with_variant(self, variant: GraphVariant) -> Provider:
         """The provider that runs this cell as `variant` says."""
-        return Provider(self.provider.factory, {**self.provider.kwargs, "variant": variant.to_json()})
+        return replace(self.provider, kwargs={**self.provider.kwargs, "variant": variant.to_json()})
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,24 @@ class StepSubject:
             self.model.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def peak_mb(self) -> float:
+        """Most that torch's allocator hands out at once during a step, MiB above what lives before it.
+
+        Resident memory would say nothing on CPU: malloc keeps what an earlier step freed.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            self.step()
+            return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+            self.step()
+        assert found.profiler is not None, "the profiler has stopped"
+        assert found.profiler.kineto_results is not None, "the profiler has stopped"
+        events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        return max(accumulate(event.nbytes() for event in events), default=0) / 2**20
 
     def outputs(self, seed: int, role: Role) -> dict[str, Any]:
         """Outputs, buffers, and in training loss, gradients and the parameters after one step of plain descent."""

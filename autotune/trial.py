@@ -25,7 +25,7 @@ class Subject(Protocol):
     """What a provider's factory returns inside a worker process.
 
     It may also define `facts() -> dict` (JSON), called after the warm-up: tuning keys met, counters, proof that
-    settings took.
+    settings took; and `peak_mb() -> float`: the most that one step holds, MiB above what lives before it.
     """
 
     def step(self) -> object:
@@ -40,10 +40,17 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Provider:
-    """How a worker gets its subject: an importable factory and the JSON arguments it is called with."""
+    """How a worker gets its subject: an importable factory, the JSON arguments it is called with, and its environment.
+
+    Attributes:
+        factory: "module:function".
+        kwargs: plain JSON.
+        env: added to the environment of the process.
+    """
 
     factory: str
     kwargs: Mapping[str, Json] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         module, _, function = self.factory.partition(":")

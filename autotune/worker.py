@@ -65,7 +65,6 @@ class Worker:
         *,
         limits: Limits = DEFAULT_LIMITS,
         threads: int | None = None,
-        env: Mapping[str, str] | None = None,
     ) -> None:
         self.provider = provider
         self.limits = limits
@@ -75,7 +74,7 @@ class Worker:
         self._reply_fd, reply_w = os.pipe()
         self._buffer = b""
         # Each process would order its sets differently, which is noise between two processes of one program.
-        environment = {**os.environ, "PYTHONHASHSEED": "0", **(env or {})}
+        environment = {**os.environ, "PYTHONHASHSEED": "0", **provider.env}
         if threads is not None:
             environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         try:
@@ -131,9 +130,10 @@ class Worker:
         kind = FailureKind.BUILD_TIMEOUT  # references and new buckets may compile
         return self._request("check", self.limits.build_s, kind, seeds=list(seeds), training=training)
 
-    def memory(self, calls: int = 3) -> dict[str, Any] | Failure:
-        """`level_mb` before, and `peak_mb` above that level, over `calls` steps."""
-        return self._request("memory", self.limits.run_s, FailureKind.RUN_TIMEOUT, calls=calls)
+    def memory(self) -> float | Failure:
+        """Most that a step holds, MiB above what lives before it, as the subject's `peak_mb` counts it."""
+        reply = self._request("memory", self.limits.run_s, FailureKind.RUN_TIMEOUT)
+        return reply if isinstance(reply, Failure) else float(reply["peak_mb"])
 
     def kill(self) -> None:
         """End the process and its children, also while another thread waits for a reply; that one gets a failure."""

@@ -27,12 +27,7 @@ SIDES = ("compile", "fusewright")
 
 def start(cell: SuiteCell, side: str, folder: pathlib.Path) -> dict[str, Any]:
     """First step of `side` in a new process whose caches lie in `folder`; seconds, and what of it was verification."""
-    env = {
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "FUSEWRIGHT_CACHE_DIR": str(folder / "fusewright"),
-    }
-    with Worker(cell.provider(side), env=env) as worker:
+    with Worker(cell.provider(side, folder)) as worker:
         built = worker.build()
     if isinstance(built, Failure):
         raise SystemExit(f"{cell.name} {side}: {built}")
@@ -48,7 +43,7 @@ def measure(cell: SuiteCell, repeats: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as root:
             order = SIDES if repeat % 2 == 0 else SIDES[::-1]
             for phase in ("cold", "warm"):
-                found = {side: start(cell, side, pathlib.Path(root) / side) for side in order}
+                found = {side: start(cell, side, pathlib.Path(root)) for side in order}
                 net = {side: s["first_step_s"] - s["verify_s"] for side, s in found.items()}
                 ratios[phase].append(net["fusewright"] / net["compile"])
                 for side in SIDES:

@@ -91,6 +91,9 @@ def bench(
     length: Lengths = "",
     budget: Annotated[float, typer.Option(help="Seconds of timing for each cell")] = 120.0,
     pairs: Annotated[int, typer.Option(help="Most fresh pairs of processes for each cell; at least 3 decide")] = 4,
+    providers: Annotated[
+        str, typer.Option(help="Who runs beside torch.compile, from eager, fusewright")
+    ] = "eager,fusewright",
     output: Annotated[
         pathlib.Path | None, typer.Option("-o", "--output", help="JSON-lines file to append rows to")
     ] = None,
@@ -107,6 +110,7 @@ def bench(
         lengths=_lengths(length),
         budget_s=budget,
         most_pairs=pairs,
+        providers=_names(providers),
         output=output,
         resume=resume,
         console=err,

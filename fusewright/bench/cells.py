@@ -7,8 +7,9 @@ import math
 import os
 import pathlib
 import platform
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from fusewright.autotune.accuracy import SEEDS
 from fusewright.autotune.stats import Comparison
 from fusewright.autotune.timing import BASELINE, Plan, measure_pairs
-from fusewright.autotune.trial import Failure, Progress, Provider, no_progress
+from fusewright.autotune.trial import Failure, Json, Progress, Provider, no_progress
 from fusewright.autotune.worker import DEFAULT_LIMITS, Limits, Worker
 from fusewright.errors import UserInputError, unknown_name
 from fusewright.job_file import load_workloads, source_of
@@ -25,6 +26,7 @@ from fusewright.job_file import load_workloads, source_of
 SUBJECT = "fusewright.bench.rivals:RivalSubject"
 MODES = ("inference", "training")
 CANDIDATES = ("eager", "fusewright")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")
 
 SUITE_PLAN = Plan(budget_s=120.0, most_pairs=4)
 
@@ -47,10 +49,14 @@ class SuiteCell:
         """For people and for `--resume`."""
         return f"{self.workload} {self.mode} {self.length_name}={self.length}"
 
-    def provider(self, name: str) -> Provider:
-        """How a worker gets this cell run by provider `name`."""
+    def provider(self, name: str, folder: pathlib.Path) -> Provider:
+        """How a worker gets this cell run by provider `name`, with all its caches below `folder`.
+
+        Caches that two providers shared would make the cold start of the second one look short.
+        """
         training = self.mode == "training"
-        return Provider(SUBJECT, {"source": self.source, "length": self.length, "training": training, "provider": name})
+        kwargs: dict[str, Json] = {"source": self.source, "length": self.length, "training": training, "provider": name}
+        return Provider(SUBJECT, kwargs, {variable: str(folder / name / variable) for variable in CACHES})
 
 
 def plan_cells(place: str, only: Sequence[str], modes: Sequence[str], lengths: Sequence[int] = ()) -> list[SuiteCell]:
@@ -105,14 +111,19 @@ class Suite:
         for number, cell in enumerate(cells):
             self.progress(Progress("cell", cell.name, number, len(cells)))
             if cell.name not in done:
-                yield from self._measure(cell)
+                with tempfile.TemporaryDirectory() as folder:
+                    providers = {
+                        name: cell.provider(name, pathlib.Path(folder)) for name in (*self.candidates, "compile")
+                    }
+                    yield from self._measure(cell, providers)
 
-    def _measure(self, cell: SuiteCell) -> list[Row]:
+    def _measure(self, cell: SuiteCell, providers: Mapping[str, Provider]) -> list[Row]:
         load_before = os.getloadavg()[0]
-        checks = {name: self._check(cell, name) for name in ("compile", *self.candidates) if name != "eager"}
+        training = cell.mode == "training"
+        checks = {name: self._check(one, training) for name, one in providers.items() if name != "eager"}
         measured = measure_pairs(
-            {name: cell.provider(name) for name in self.candidates},
-            cell.provider("compile"),
+            {name: providers[name] for name in self.candidates},
+            providers["compile"],
             self.plan,
             limits=self.limits,
             threads=self.threads,
@@ -140,22 +151,22 @@ class Suite:
             rows.append(row)
         return rows
 
-    def _check(self, cell: SuiteCell, name: str) -> Row:
+    def _check(self, provider: Provider, training: bool) -> Row:
         """Accuracy, cold start and peak memory of one provider, in one process that is not timed against others."""
-        with Worker(cell.provider(name), limits=self.limits, threads=self.threads) as worker:
+        with Worker(provider, limits=self.limits, threads=self.threads) as worker:
             built = worker.build()
             if isinstance(built, Failure):
                 return {"accuracy": None, "accuracy_detail": str(built)}
-            report = worker.check(SEEDS, training=cell.mode == "training")
-            if isinstance(report, Failure):
-                return {"accuracy": None, "accuracy_detail": str(report)}
-            memory = worker.memory(3)
-        row: Row = {
-            "accuracy": report["ok"],
-            "accuracy_detail": report["reason"],
-            "cold_s": round(built.first_step_s, 3),
-        }
-        return row | ({} if isinstance(memory, Failure) else {"peak_mb": round(memory["peak_mb"], 1)})
+            memory = worker.memory()
+            report = worker.check(SEEDS, training=training)
+        row: Row = {"cold_s": round(built.first_step_s, 3)}
+        if isinstance(built.facts.get("seconds"), dict):
+            row["verify_s"] = round(built.facts["seconds"].get("verify", 0.0), 3)
+        if not isinstance(memory, Failure):
+            row["peak_mb"] = round(memory, 2)
+        if isinstance(report, Failure):
+            return row | {"accuracy": None, "accuracy_detail": str(report)}
+        return row | {"accuracy": report["ok"], "accuracy_detail": report["reason"]}
 
     def _provenance(self, cell: SuiteCell) -> Row:
         return {

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from fusewright.autotune.timing import Plan
 from fusewright.autotune.trial import Progress as Step
-from fusewright.bench.cells import Row, Suite, append_rows, plan_cells, read_rows
-from fusewright.errors import UserInputError
+from fusewright.bench.cells import CANDIDATES, Row, Suite, append_rows, plan_cells, read_rows
+from fusewright.errors import UserInputError, unknown_name
 
 SUITE = "benchmarks.workloads:COMPARABLE"
 
@@ -29,6 +29,7 @@ def run_bench(
     lengths: Sequence[int],
     budget_s: float,
     most_pairs: int,
+    providers: Sequence[str],
     output: pathlib.Path | None,
     resume: bool,
     console: Console,
@@ -42,6 +43,9 @@ def run_bench(
         raise UserInputError("bench: the suite is only in a checkout; give a job file such as my_job.py.")
     if resume and output is None:
         raise UserInputError("--resume: needs --output, the file that holds the finished cells.")
+    for name in providers:
+        if name not in CANDIDATES:
+            raise unknown_name("provider", name, CANDIDATES)
     cells = plan_cells(job or SUITE, only, modes, lengths)
     rows = read_rows(output) if resume and output is not None else []
     done = {row["cell"] for row in rows}
@@ -55,7 +59,8 @@ def run_bench(
             else:
                 bar.update(task, description=f"{bar.tasks[0].description.split(' | ')[0]} | {step.subject}")
 
-        suite = Suite(plan=Plan(budget_s=budget_s, most_pairs=max(most_pairs, 3)), progress=tell)
+        plan = Plan(budget_s=budget_s, most_pairs=max(most_pairs, 3))
+        suite = Suite(plan, candidates=tuple(providers), progress=tell)
         for cell_rows in suite.run(cells, sorted(done)):
             rows.append(cell_rows)
             if output is not None:

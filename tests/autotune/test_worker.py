@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -131,13 +132,19 @@ def test_a_worker_ends_when_its_parent_is_killed_in_the_middle_of_a_step(tmp_pat
     assert has_ended(pid)
 
 
-def test_peak_memory_counts_what_a_step_holds() -> None:
+def test_peak_memory_is_what_the_subject_counts() -> None:
     with Worker(provider("grower", mb=64)) as worker:
         assert isinstance(worker.build(), Built)
-        found = worker.memory()
-        assert isinstance(found, dict)
-        assert found["peak_mb"] == pytest.approx(64, abs=4)
-        assert found["level_mb"] < 60
+        assert worker.memory() == 64.0
+
+
+def test_a_worker_runs_in_the_environment_of_its_provider() -> None:
+    changed = replace(provider("from_environment", variable="FW_TEST_SECONDS"), env={"FW_TEST_SECONDS": "0.02"})
+    with Worker(changed) as worker:
+        assert isinstance(worker.build(), Built)
+        seconds = worker.warm(1)
+        assert isinstance(seconds, float)
+        assert seconds >= 0.02
 
 
 def test_resident_memory_of_an_ended_process_is_nothing() -> None:

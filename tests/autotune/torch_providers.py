@@ -70,6 +70,15 @@ def toy_model() -> nn.Module:
 
 
 TOY = Workload("toy", "small", toy_model, toy_inputs, (4, 8), {"input": {0: "rows"}}, lambda y: y.square().mean())
+WIDE = Workload(
+    "wide",
+    "small",
+    lambda: nn.Sequential(nn.Linear(8, 1 << 18), nn.ReLU()),
+    toy_inputs,
+    (4,),
+    {"input": {0: "rows"}},
+    torch.sum,
+)
 
 
 def make_toy() -> Workload:

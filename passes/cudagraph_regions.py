@@ -5,7 +5,7 @@ runs on the host, reads the device from the host, takes a number that was read s
 beyond its outputs, or belongs to a collective: its wait looks up work that a replay never registers.
 
 The analysis is static and errs to the safe side for operators it can see into; a custom operator that synchronizes in
-secret is caught at capture, by `fusewright.runtime.cudagraph`, and counted there.
+secret is caught at capture, by `fusewright.runtime.cudagraph.runner`, and counted there.
 """
 
 from __future__ import annotations

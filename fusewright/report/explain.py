@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, Group
@@ -22,7 +22,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: graphs, breaks, recompiles, dynamo_frames, lowerings, calls, dispatched, fallbacks, rewrites,
-        recognised, declines, buckets, verified, seconds."""
+        recognised, declines, buckets, regions (of CUDA graphs), verified, seconds."""
         return self.data
 
     def __str__(self) -> str:
@@ -42,6 +42,9 @@ class Explanation:
         parts: list[Any] = [Text(head), Text(f"rewrites: {rewrites}"), Text(f"recognised: {seen}")]
         parts.append(_table("buckets", ("graph", "range", "variant", "hits"), d["buckets"]))
         parts.append(_table("verified against eager", ("graph", "what", "ok", "detail"), d["verified"]))
+        if d["regions"]:
+            columns = ("graph", "range", "region", "calls", "warmups", "captures", "replays", "plain")
+            parts.append(_table("regions launched by CUDA graphs", columns, d["regions"]))
         if d["fallbacks"]:
             parts.append(_table("fallbacks", ("kind", "where", "reason", "count"), d["fallbacks"]))
         else:
@@ -75,6 +78,13 @@ def explain_record(record: Record) -> Explanation:
         for s in f.slots
         for e in s.entries
     ]
+    regions = [
+        {"graph": f.label, "range": str(s.bucket), "region": number, **asdict(r.stats), "plain": dict(r.stats.plain)}
+        for f in fragments
+        for s in f.slots
+        for e in s.entries
+        for number, r in enumerate(e.regions)
+    ]
     declines: Counter[tuple[str, str]] = Counter()
     nodes: dict[tuple[str, str], str] = {}
     for (name, node, reason), count in record.declines.items():
@@ -99,6 +109,7 @@ def explain_record(record: Record) -> Explanation:
             for (name, reason), count in declines.items()
         ],
         "buckets": buckets,
+        "regions": regions,
         "verified": [{"graph": v.graph, "what": v.what, "ok": v.ok, "detail": v.detail} for v in record.verdicts],
         "seconds": {k: round(v, 3) for k, v in record.seconds.items()},
     }

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -17,23 +17,24 @@ import torch
 
 from fusewright.capture.dynamo_compat import capture_lock
 from fusewright.capture.graph import CapturedGraph
-from fusewright.capture.record import Record, Tick, Verdict
+from fusewright.capture.record import Record, Verdict
 from fusewright.capture.shapes import Axis, Buckets, ShapeBucket
-from fusewright.capture.variant import GraphVariant, Lowering
+from fusewright.capture.variant import GraphVariant, Launch
 from fusewright.config import Verify
 from fusewright.errors import DimsError, FallbackError, UserInputError, VerificationError
 from fusewright.passes.base import Pass, PassContext, Stage
 from fusewright.pipeline.pipeline import Pipeline, PipelineResult
+from fusewright.runtime.cudagraph.launch import captured_regions, why_not_captured
+from fusewright.runtime.cudagraph.runner import GraphPool, RegionRunner
 from fusewright.runtime.fakes import bucket_inputs, separate_memory
 from fusewright.runtime.lower import GraphHook, lower, lower_frozen
 from fusewright.runtime.reproducer import write_reproducer
+from fusewright.runtime.slot import EAGER, BucketSlot, Lowered, Test, both, ladder
 from fusewright.runtime.verdicts import VerdictFolder, verdict_key
 from fusewright.runtime.verify import Comparison, EagerRaisedError, verify
 
 Callee = Callable[..., Any]
 Choose = Callable[[str, ShapeBucket], GraphVariant]
-Test = Callable[[Sequence[Any]], bool]
-EAGER = GraphVariant((), Lowering.EAGER)
 
 
 @dataclass(frozen=True)
@@ -47,29 +48,7 @@ class Services:
     verdicts: VerdictFolder
     verify: Verify = Verify.FIRST_CALL
     strict: bool = False
-
-
-@dataclass
-class Lowered:
-    """One callable in a bucket's slot."""
-
-    call: Callee
-    variant: GraphVariant
-    guard: Test | None
-    verdict: Comparison
-
-
-class Slot:
-    """One bucket of one fragment: usually one callable, more where lowering assumed something that a call broke."""
-
-    def __init__(self, bucket: ShapeBucket) -> None:
-        self.bucket = bucket
-        self.entries: list[Lowered] = []
-        self.hits = Tick()
-
-    def find(self, args: Sequence[Any]) -> Lowered | None:
-        """The first entry whose assumptions `args` meet."""
-        return next((e for e in self.entries if e.guard is None or e.guard(args)), None)
+    graph_pool: GraphPool = field(default_factory=GraphPool)
 
 
 class Fragment:
@@ -87,7 +66,7 @@ class Fragment:
         self._find_axes(exact)
         cells = itertools.product(*(range(len(a.edges)) for a, _ in self.axes))
         self.slots = [
-            Slot(ShapeBucket(tuple(a.range(i) for (a, _), i in zip(self.axes, c, strict=True)))) for c in cells
+            BucketSlot(ShapeBucket(tuple(a.range(i) for (a, _), i in zip(self.axes, c, strict=True)))) for c in cells
         ]
         self.table: list[Callee] = [self._filler(i) for i in range(len(self.slots))]
 
@@ -223,7 +202,7 @@ class Fragment:
         self.services.record.add_fallback("verification", self.label, f"eager raised on copies only: {error}")
         return result
 
-    def _fill(self, slot: Slot, args: Sequence[Any]) -> Lowered:
+    def _fill(self, slot: BucketSlot, args: Sequence[Any]) -> Lowered:
         """Lower the graph for `slot`, going down the ladder until a lowering works and agrees with eager."""
         asked = self.services.choose(self.captured.print, slot.bucket)
         label = f"{self.label}.{slot.bucket}"
@@ -248,6 +227,10 @@ class Fragment:
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
         ctx = PassContext(bucket, device, training, services.pipeline.frozen_weights)
+        refusal = why_not_captured(variant, device, training)
+        if refusal is not None:
+            self._fall_back("launch", label, refusal)
+            variant = replace(variant, launch=Launch.PLAIN)
         passes = {stage: services.pipeline.select(variant, stage, ctx) for stage in Stage}
         digests = [p.digest() for chosen in passes.values() for p in chosen]
         key = verdict_key(
@@ -262,10 +245,10 @@ class Fragment:
             gm, result = services.pipeline.rewrite(self.captured.copy, passes[Stage.FORWARD], ctx, label)
             self._report(result, label)
         hooks = self._hooks(passes, ctx, label)
-        with self._timed("lower"):
+        with self._timed("lower"), self._regions(variant, label) as regions:
             inputs = bucket_inputs(self.captured, args, bucket, self.axis_symbols)
             if ctx.frozen_weights and not training:
-                report = functools.partial(self._unfit_weights, label=label)
+                report = functools.partial(self._fall_back, "frozen_weights", label)
                 call, mutated = lower_frozen(gm, inputs, variant, hooks, args, eager=self.captured.gm, report=report)
             else:
                 call, mutated = lower(gm, inputs, variant, hooks)
@@ -274,7 +257,8 @@ class Fragment:
             return self._overlapping(separate, label)
         with self._timed("verify"):
             verdict = self._judge(call, args, mutated, training, key, known, label)
-        return Lowered(self._checked(call, mutated, training, label), variant, both(separate, guard), verdict)
+        checked = self._checked(call, mutated, training, label)
+        return Lowered(checked, variant, both(separate, guard), verdict, regions)
 
     def _hooks(self, passes: Mapping[Stage, Sequence[Pass]], ctx: PassContext, label: str) -> dict[Stage, GraphHook]:
         pipeline = self.services.pipeline
@@ -285,17 +269,29 @@ class Fragment:
 
         return {stage: hook(stage) for stage in (Stage.JOINT, Stage.POST_GRAD) if passes[stage]}
 
-    def _unfit_weights(self, reason: str, label: str) -> None:
+    def _fall_back(self, kind: str, label: str, reason: str) -> None:
+        """Count a fallback, or raise it under strict."""
         if self.services.strict:
-            raise FallbackError(f"{label}: frozen_weights: {reason}.")
-        self.services.record.add_fallback("frozen_weights", label, reason)
+            raise FallbackError(f"{label}: {kind}: {reason}.")
+        self.services.record.add_fallback(kind, label, reason)
+
+    @contextlib.contextmanager
+    def _regions(self, variant: GraphVariant, label: str) -> Iterator[Sequence[RegionRunner]]:
+        """The regions of what is lowered inside the block, where `variant` asks for CUDA graphs."""
+        if variant.launch is Launch.PLAIN:
+            yield ()
+            return
+        report = functools.partial(self._fall_back, "launch", label)
+        with captured_regions(self.services.graph_pool, report) as regions:
+            yield regions
+        if not regions:
+            report("Inductor found no part that a CUDA graph can hold")
 
     def _overlapping(self, separate: Test, label: str) -> Lowered:
         """The entry for calls whose arguments overlap and are changed: eager, the only order of reads that is right."""
-        reason = "an argument that is changed in place overlaps another one"
-        if self.services.strict:
-            raise FallbackError(f"{label}: {reason}; clone one of them.")
-        self.services.record.add_fallback("aliasing", label, reason)
+        self._fall_back(
+            "aliasing", label, "an argument that is changed in place overlaps another one; clone one of them"
+        )
         return Lowered(
             self.captured.gm.forward, EAGER, lambda args: not separate(args), Comparison(True, "is eager", "")
         )
@@ -362,28 +358,6 @@ class Fragment:
         record.add_passes(Counter(result.rewrites), Counter(result.recognised), Counter(result.declines))
         for name, reason in result.failures:
             record.add_fallback("pass", label, f"{name}: {reason}")
-
-
-def both(first: Test | None, second: Test | None) -> Test | None:
-    """The conjunction of two tests, either of which may be absent."""
-    if first is None or second is None:
-        return first or second
-    return lambda args: first(args) and second(args)
-
-
-def ladder(asked: GraphVariant) -> list[GraphVariant]:
-    """What to try where a lowering fails or disagrees with eager: first suspect torch's own patterns, then ours.
-
-    Inductor's traced attention patterns ignore ints and lists and are the known source of wrong graphs; there is no
-    switch for them but `pattern_matcher`.
-    """
-    safe = (("pattern_matcher", False),)
-    steps = [asked]
-    if asked.lowering is Lowering.INDUCTOR:
-        steps.append(GraphVariant(asked.passes, Lowering.INDUCTOR, safe))
-        steps.append(GraphVariant((), Lowering.INDUCTOR, safe))
-    steps.append(GraphVariant((), Lowering.AOT_EAGER))
-    return list(dict.fromkeys(steps))
 
 
 def _never(*args: Any) -> Any:

@@ -14,11 +14,12 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusewright.capture.graph import copy_graph
-from fusewright.capture.variant import GraphVariant, Lowering
+from fusewright.capture.variant import GraphVariant, Launch, Lowering
 from fusewright.errors import unknown_name
 from fusewright.passes.base import Pass, PassContext, Stage
 from fusewright.passes.frozen.hoist import UnfitWeightsError, hoist
 from fusewright.pipeline.pipeline import Pipeline, PipelineResult
+from fusewright.runtime.cudagraph import launch
 from fusewright.runtime.fakes import BucketInputs
 
 Callee = Callable[..., Any]
@@ -86,6 +87,7 @@ def lower(
             compiled = torch._dynamo.lookup_backend("aot_eager")(gm, inputs.values)
         else:
             patches = {HOOKS[stage]: hook for stage, hook in hooks.items()} | dict(variant.options)
+            patches |= launch.PATCHES if variant.launch is Launch.CUDA_GRAPHS else {}
             compiled = compile_fx(gm, inputs.values, config_patches=patches or None)
         assert context is not None
         metadata = context.fw_metadata

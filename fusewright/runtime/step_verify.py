@@ -22,9 +22,9 @@ from fusewright.errors import CaptureError
 from fusewright.numerics import TreeComparison, compare_trees
 from fusewright.passes.base import Pass, PassContext, Stage
 from fusewright.pipeline.pipeline import Pipeline, PipelineResult
-from fusewright.runtime import fragment
 from fusewright.runtime.fakes import BucketInputs
 from fusewright.runtime.lower import GraphHook, lower
+from fusewright.runtime.slot import BucketSlot, Lowered
 from fusewright.runtime.verdicts import VerdictFolder, verdict_key
 from fusewright.runtime.verify import Comparison, why_not_comparable
 
@@ -78,8 +78,8 @@ class CompiledStep:
         self, step: WholeStep, plan: LoweringPlan, run: Callable[..., Sequence[Tensor]], verdict: Comparison
     ) -> None:
         self.step, self.run, self.label, self._verdict = step, run, plan.name, verdict
-        self.slots = (fragment.Slot(plan.ctx.bucket),)
-        self.slots[0].entries.append(fragment.Lowered(run, plan.variant, None, verdict))
+        self.slots = (BucketSlot(plan.ctx.bucket),)
+        self.slots[0].entries.append(Lowered(run, plan.variant, None, verdict))
 
     @property
     def dispatched(self) -> int:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant, Lowering
+from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant, Launch, Lowering
 from fusewright.errors import UnknownNameError, UserInputError
 
 VARIANTS = [
@@ -15,6 +15,7 @@ VARIANTS = [
     GraphVariant(passes=("a", "b"), lowering=Lowering.EAGER),
     GraphVariant(lowering=Lowering.AOT_EAGER),
     GraphVariant(options=(("max_autotune", True),)),
+    GraphVariant(launch=Launch.CUDA_GRAPHS),
     GraphVariant(options=(("max_autotune", False), ("x.y", 1.5), ("name", "text"), ("n", 3))),
 ]
 
@@ -45,6 +46,11 @@ def test_wrong_input() -> None:
     for text in ("[]", "{}", '{"passes": null, "lowering": "eager"}'):
         with pytest.raises(UserInputError, match="not a GraphVariant"):
             GraphVariant.from_json(text)
+
+
+def test_cuda_graphs_are_captured_from_inductor_only() -> None:
+    with pytest.raises(UserInputError, match="cuda_graphs needs the lowering inductor, not eager"):
+        GraphVariant(lowering=Lowering.EAGER, launch=Launch.CUDA_GRAPHS)
 
 
 def test_the_simpler_variant_is_smaller() -> None:

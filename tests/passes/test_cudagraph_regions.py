@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusewright.passes.cudagraph_regions import Boundary, Region, plan_regions
-from fusewright.runtime.cudagraph import RegionRunner
+from fusewright.runtime.cudagraph.runner import RegionRunner
 from tests.nullgpu.harness import run_in_null_gpu
 
 aten = torch.ops.aten

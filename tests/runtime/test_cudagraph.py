@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.runtime.cudagraph import AUTOGRAD, MOVING_INPUTS, TOO_MANY_BUCKETS, GraphPool, RegionRunner
-from fusewright.runtime.cudagraph_io import HandOut, hand_out, how_to_hand_out, overlapping_mutation, without_repeats
+from fusewright.runtime.cudagraph.runner import AUTOGRAD, MOVING_INPUTS, TOO_MANY_BUCKETS, GraphPool, RegionRunner
+from fusewright.runtime.cudagraph.tensors import (
+    HandOut,
+    hand_out,
+    how_to_hand_out,
+    overlapping_mutation,
+    without_repeats,
+)
 from tests.nullgpu.child import mark
 from tests.nullgpu.harness import Result, run_in_null_gpu
 

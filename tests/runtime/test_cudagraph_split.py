@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusewright.passes.cudagraph_regions import Boundary, Reason, Region, plan_regions
-from fusewright.runtime.cudagraph_split import RegionSequence, cut
+from fusewright.runtime.cudagraph.split import RegionSequence, cut
 from tests.nullgpu.harness import run_in_null_gpu
 
 

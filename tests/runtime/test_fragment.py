@@ -13,7 +13,8 @@ from torch import Tensor
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant, Lowering
 from fusewright.errors import DimsError, UnknownNameError
-from fusewright.runtime.fragment import EAGER, Fragment, both, ladder
+from fusewright.runtime.fragment import Fragment
+from fusewright.runtime.slot import EAGER, both, ladder
 from tests.runtime.captured import Named, capture, services
 from tests.runtime.dispatch_models import aot_eager
 

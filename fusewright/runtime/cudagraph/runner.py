@@ -23,7 +23,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fusewright.runtime.cudagraph_io import (
+from fusewright.runtime.cudagraph.tensors import (
     CannotCaptureError,
     HandOut,
     Value,
@@ -151,6 +151,7 @@ class RegionRunner:
         alias_outputs: return the graph's own output tensors, valid until the next call, instead of copies.
         max_graphs: how many buckets are captured before new ones run plainly.
         max_recaptures: how often a bucket is captured anew before it runs plainly.
+        on_plain: told why, at each call that runs plainly for good (not at warm-ups).
 
     Raises:
         ValueError: `alias_outputs` with a shared pool, where another graph would overwrite the outputs.
@@ -166,6 +167,7 @@ class RegionRunner:
         alias_outputs: bool = False,
         max_graphs: int = 16,
         max_recaptures: int = 4,
+        on_plain: Callable[[str], object] | None = None,
     ) -> None:
         if alias_outputs and pool is not None:
             raise ValueError("alias_outputs=True needs a pool of its own: leave pool=None")
@@ -177,6 +179,7 @@ class RegionRunner:
         self._alias_outputs = alias_outputs
         self._max_graphs = max_graphs
         self._max_recaptures = max_recaptures
+        self._on_plain = on_plain
         self._buckets: dict[_Key, _Bucket] = {}
         self._moving: list[int] | None = None  # positions of the arguments that are not static
 
@@ -195,6 +198,8 @@ class RegionRunner:
         with self._pool.lock:
             self.stats.calls += 1
             self.stats.plain[reason] += 1
+        if self._on_plain is not None:
+            self._on_plain(reason)
         return list(self._region(*args))
 
     def reset(self) -> None:

@@ -9,8 +9,8 @@ from typing import TypeAlias
 from torch import fx
 
 from fusewright.passes.cudagraph_regions import Region
-from fusewright.runtime.cudagraph import GraphPool, RegionRunner
-from fusewright.runtime.cudagraph_io import Value
+from fusewright.runtime.cudagraph.runner import GraphPool, RegionRunner
+from fusewright.runtime.cudagraph.tensors import Value
 
 Lower: TypeAlias = Callable[[fx.GraphModule], Callable[..., Sequence[Value]]]
 

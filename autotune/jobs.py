@@ -181,8 +181,8 @@ class WorkloadSubject(StepSubject):
             copy.deepcopy(self.eager), choose=self._choose, dims=self.workload.dims, buckets=buckets, verify="off"
         )
 
-    def _choose(self, fingerprint: str, bucket: ShapeBucket) -> GraphVariant:
-        key = TuningKey(fingerprint, bucket, KeyContext.current(self.device))
+    def _choose(self, fingerprint: str, bucket: ShapeBucket, device: torch.device) -> GraphVariant:
+        key = TuningKey(fingerprint, bucket, KeyContext.current(device))
         self.keys[key.digest()] = key.to_dict()
         return self.variant
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from fusewright.autotune.key import KeyContext, TuningKey
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant
@@ -17,7 +19,8 @@ from fusewright.errors import FusewrightError, StoreVersionError
 if TYPE_CHECKING:
     from fusewright.autotune.store import TuningStore
 
-Choose = Callable[[str, ShapeBucket], GraphVariant]
+Choose = Callable[[str, ShapeBucket, torch.device], GraphVariant]
+Context = Callable[[torch.device], KeyContext]
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,9 @@ class Lookup:
 
 
 class StoredPlan:
-    """Calls as `choose(fingerprint, bucket) -> GraphVariant`; `lookups` keeps what was asked, for `explain()`."""
+    """Calls as `choose(fingerprint, bucket, device) -> GraphVariant`; `lookups` keeps what was asked."""
 
-    def __init__(self, store: str | os.PathLike[str] | TuningStore | None, context: Callable[[], KeyContext]) -> None:
+    def __init__(self, store: str | os.PathLike[str] | TuningStore | None, context: Context) -> None:
         self.lookups: list[Lookup] = []
         self._source = store
         self._context = context
@@ -40,8 +43,8 @@ class StoredPlan:
         self._reason = ""  # why there is no store to ask
         self._lock = threading.Lock()
 
-    def __call__(self, fingerprint: str, bucket: ShapeBucket) -> GraphVariant:
-        key = TuningKey(fingerprint, bucket, self._context())
+    def __call__(self, fingerprint: str, bucket: ShapeBucket, device: torch.device) -> GraphVariant:
+        key = TuningKey(fingerprint, bucket, self._context(device))
         with self._lock:  # lowering may run in several threads
             variant, reason = self._find(key)
             self.lookups.append(Lookup(key, variant, reason))
@@ -103,19 +106,19 @@ class StoredPlan:
 
 def choose_from(
     store: str | os.PathLike[str] | TuningStore | None,
-    context: KeyContext | Callable[[], KeyContext] = KeyContext.current,
+    context: KeyContext | Context = KeyContext.current,
 ) -> StoredPlan:
     """A `choose` for the backend that reads decisions from a store.
 
     Args:
         store: path, URL or open store; None, or a file that is missing, means the default variant everywhere.
-        context: the key's context, or a function that is asked at every look-up: the mode (training or inference) and
-            autocast are those of the moment in which a graph is lowered.
+        context: the key's context, or a function of the graph's device that is asked at every look-up: the mode
+            (training or inference) and autocast are those of the moment in which a graph is lowered.
 
     A store that cannot be read warns once and is then as good as missing. Only one of a newer version raises.
     """
     if isinstance(context, KeyContext):
-        return StoredPlan(store, lambda: context)
+        return StoredPlan(store, lambda device: context)
     return StoredPlan(store, context)
 
 

@@ -68,19 +68,19 @@ class GraphVariant:
 
     @classmethod
     def from_json(cls, text: str) -> GraphVariant:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote, also before variants had a launch.
 
         Raises:
             UserInputError: the text is no variant.
         """
         record = json.loads(text)
-        if not isinstance(record, Mapping) or set(record) != {"passes", "lowering", "options", "launch"}:
+        if not isinstance(record, Mapping) or set(record) | {"launch"} != {"passes", "lowering", "options", "launch"}:
             raise UserInputError(f"not a GraphVariant: {text!r}")
         return cls(
             passes=None if record["passes"] is None else tuple(record["passes"]),
             lowering=to_enum(Lowering, record["lowering"], "lowering"),
             options=tuple((str(k), v) for k, v in record["options"]),
-            launch=to_enum(Launch, record["launch"], "launch"),
+            launch=to_enum(Launch, record.get("launch", Launch.PLAIN), "launch"),
         )
 
     def label(self) -> str:

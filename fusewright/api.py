@@ -128,7 +128,7 @@ def _argument_names(signature: inspect.Signature) -> list[str] | None:
 
 
 def optimize_with(model: _T, *, choose: Choose, **options: Any) -> _T:
-    """`optimize`, with `choose(fingerprint, bucket) -> GraphVariant` in place of the tuning store; the tuner's door."""
+    """`optimize`, with `choose(fingerprint, bucket, device) -> GraphVariant` instead of a store; the tuner's door."""
     with choosing(choose):
         return optimize(model, **options)
 

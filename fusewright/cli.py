@@ -176,6 +176,34 @@ def store_export(
     out.print(f"{open_store(store).export_jsonl(path)} rows written to {path}")
 
 
+Reproducer = Annotated[str, typer.Argument(help="Folder that a `verification` fallback names in explain")]
+
+
+@app.command("bisect", epilog="Example: fusewright bisect ~/.cache/fusewright/reproducers/3f2a9c")
+def bisect_reproducer(folder: Reproducer) -> None:
+    """Name the pass and the rewrite after which a saved graph disagrees with eager; exits with 1 where one does."""
+    from fusewright.report.faults import find_culprit, folder_of
+
+    found = find_culprit(folder_of(folder), err)
+    out.print("agrees with eager on this machine" if found is None else str(found), markup=False)
+    raise typer.Exit(0 if found is None else 1)
+
+
+@app.command("minify", epilog="Example: fusewright minify ~/.cache/fusewright/reproducers/3f2a9c -o small")
+def minify_reproducer(
+    folder: Reproducer,
+    output: Annotated[
+        pathlib.Path | None, typer.Option("-o", "--output", help="Where to write; default: `minified` in the folder")
+    ] = None,
+) -> None:
+    """Shrink a saved graph to a few nodes that still disagree with eager, as a reproducer; Ctrl-C keeps the best."""
+    from fusewright.report.faults import folder_of, shrink
+
+    whole = folder_of(folder)
+    written, before, after = shrink(whole, output or whole / "minified", err)
+    out.print(f"{before} nodes became {after}: python {written / 'run.py'}", markup=False, soft_wrap=True)
+
+
 @app.command("add-pass", epilog="Example: fusewright add-pass fold_scale --group cleanup")
 def add_pass(
     name: Annotated[str, typer.Argument(help="snake_case name of the new pass")],

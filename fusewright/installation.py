@@ -216,8 +216,7 @@ def _chooser(options: Options) -> Choose:
     """Read winners from the tuning store; without a store every bucket gets the default variant."""
     digests = ",".join(p.digest() for p in options.passes)
 
-    def context() -> KeyContext:
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    def context(device: torch.device) -> KeyContext:
         return KeyContext.current(
             device, numerics=options.numerics, frozen_weights=options.frozen_weights, user_passes=digests
         )

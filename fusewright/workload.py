@@ -243,14 +243,22 @@ def observe(workload: Workload, model: nn.Module, length: int, seed: int = 0, *,
     return seen
 
 
-def observe_step(workload: Workload, model: nn.Module, length: int, seed: int = 0, *, training: bool) -> dict[str, Any]:
-    """`observe`, and for a training step also `parameters` {name: copy} after one step of plain gradient descent.
+def observe_step(
+    workload: Workload, model: nn.Module, length: int, seed: int = 0, *, training: bool, steps: int = 1
+) -> dict[str, Any]:
+    """`observe`, and for training also `parameters` {name: copy} after `steps` steps of plain gradient descent.
 
-    The gradients of the parameters are cleared afterwards.
+    Output, loss and gradients are those of the first step; buffers are those after the last. The k-th step (from 0)
+    takes the inputs of `seed` + k. The gradients of the parameters are cleared afterwards.
     """
     seen = observe(workload, model, length, seed, training=training)
-    if training:
-        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-        seen["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
-        model.zero_grad(set_to_none=True)
+    if not training:
+        return seen
+    descent = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    descent.step()
+    for step in range(1, steps):
+        seen["buffers"] = observe(workload, model, length, seed + step, training=True)["buffers"]
+        descent.step()
+    seen["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
     return seen

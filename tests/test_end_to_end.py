@@ -39,7 +39,7 @@ print(json.dumps(fusewright.explain(model).to_dict()["buckets"]))
 def test_a_training_graph_is_rewritten_and_verified() -> None:
     model = MINI_LLAMA.build(training=True)
     reference = copy.deepcopy(model)
-    optimize_with(model, choose=lambda fingerprint, bucket: AOT_EAGER, dims=MINI_LLAMA.dims, buckets={"tokens": [64]})
+    optimize_with(model, choose=lambda *_: AOT_EAGER, dims=MINI_LLAMA.dims, buckets={"tokens": [64]})
     args, kwargs = MINI_LLAMA.make_inputs(MINI_LLAMA.lengths[0])
     MINI_LLAMA.scalar_loss(model(*args, **kwargs)).backward()
     MINI_LLAMA.scalar_loss(reference(*args, **kwargs)).backward()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fusewright.errors import DimsError, UserInputError
 from fusewright.numerics import compare_trees
 from fusewright.trees import bitwise_difference, bitwise_equal
-from fusewright.workload import Inputs, Workload, named_sizes, observe
+from fusewright.workload import Inputs, Workload, named_sizes, observe, observe_step
 from tests.models.mini import MINI, MINI_CONVNET, MINI_LLAMA
 
 
@@ -148,6 +148,24 @@ def test_an_observed_step_holds_outputs_gradients_and_buffers() -> None:
     assert torch.equal(seen["gradients"]["weight"], expected[0])
     assert torch.equal(seen["gradients"]["input:input"], expected[1])
     assert set(observe(workload, model, 2, training=False)) == {"output", "buffers"}
+
+
+def test_several_steps_show_the_first_result_and_the_last_state() -> None:
+    workload = make(model=lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    model, one, by_hand = (workload.build() for _ in range(3))
+    seen, first = observe_step(workload, model, 5, training=True, steps=3), observe(workload, one, 5, training=True)
+    for seed in range(3):
+        gradients = observe(workload, by_hand, 5, seed, training=True)["gradients"]
+        with torch.no_grad():
+            for name, parameter in by_hand.named_parameters():
+                parameter -= 1e-3 * gradients[name]
+    for part in ("output", "loss", "gradients"):
+        assert bitwise_equal(seen[part], first[part])
+    assert seen["buffers"]["0.num_batches_tracked"] == 3
+    assert bitwise_equal(seen["buffers"], dict(by_hand.named_buffers()))
+    for name, parameter in by_hand.named_parameters():
+        torch.testing.assert_close(seen["parameters"][name], parameter.detach(), rtol=0, atol=1e-7)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_batch_norm_statistics_are_observed_as_they_were() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from fusewright.numerics import TreeComparison, compare_trees
 from fusewright.report.explain import Explanation, explain_record
 from fusewright.tools.layers import BadLayer, Call, first_bad_layer
 from fusewright.workload import Workload, observe, observe_step
+
+CHECKED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def explain_job(
 
 
 def check_job(job: str, only: Sequence[str], modes: Sequence[str], lengths: Sequence[int]) -> Iterator[Checked]:
-    """Compare optimized against eager, and where they differ against float64, cell by cell.
+    """Compare optimized against eager, and where they differ against float64, cell by cell; training takes 3 steps.
 
     The rule is `numerics.compare_trees`. Where the result is wrong, or verification had to turn a lowering away, the
     first layer that differs without verification is named.
@@ -122,12 +125,9 @@ def check_job(job: str, only: Sequence[str], modes: Sequence[str], lengths: Sequ
         eager = workload.build(training=training)
         model = _optimized(workload, eager)
         wide = copy.deepcopy(eager).double()
-        expected, found = (observe_step(workload, m, cell.length, training=training) for m in (eager, model))
-
-        def reference(wide: nn.Module = wide, cell: SuiteCell = cell, training: bool = training) -> dict[str, Any]:
-            return observe_step(resolve(cell.source), wide, cell.length, training=training)
-
-        comparison = compare_trees(found, expected, reference, training=training)
+        run = functools.partial(observe_step, workload, length=cell.length, training=training, steps=CHECKED_STEPS)
+        expected, found = run(model=eager), run(model=model)
+        comparison = compare_trees(found, expected, functools.partial(run, model=wide), training=training)
         told = explain_record(_record(model))
         turned_away = any(f["kind"] == "verification" for f in told.data["fallbacks"])
         layer = _first_bad_layer(workload, eager, cell) if turned_away or not comparison.ok else None

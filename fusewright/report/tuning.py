@@ -101,6 +101,9 @@ def list_decisions(store: str, console: Console, *, as_json: bool) -> None:
     if as_json:
         console.print_json(json.dumps([dict(row) for row in rows]))
         return
+    if not rows:
+        console.print("no decision yet: `fusewright tune JOB` makes some")
+        return
     table = Table("key", "cell", "bucket", "winner", "why", show_edge=False)
     for row in rows:
         evidence, key = json.loads(row["evidence"]), json.loads(row["key_json"])

@@ -34,7 +34,7 @@ from fusewright.runtime.verdicts import VerdictFolder, verdict_key
 from fusewright.runtime.verify import Comparison, EagerRaisedError, verify
 
 Callee = Callable[..., Any]
-Choose = Callable[[str, ShapeBucket], GraphVariant]
+Choose = Callable[[str, ShapeBucket, torch.device], GraphVariant]
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Fragment:
 
     def _fill(self, slot: BucketSlot, args: Sequence[Any]) -> Lowered:
         """Lower the graph for `slot`, going down the ladder until a lowering works and agrees with eager."""
-        asked = self.services.choose(self.captured.print, slot.bucket)
+        asked = self.services.choose(self.captured.print, slot.bucket, device_of(args))
         label = f"{self.label}.{slot.bucket}"
         for variant in ladder(asked):
             try:
@@ -225,7 +225,7 @@ class Fragment:
     def _lower(self, variant: GraphVariant, bucket: ShapeBucket, args: Sequence[Any], label: str) -> Lowered:
         services = self.services
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+        device = device_of(args).type
         ctx = PassContext(bucket, device, training, services.pipeline.frozen_weights)
         refusal = why_not_captured(variant, device, training)
         if refusal is not None:
@@ -358,6 +358,11 @@ class Fragment:
         record.add_passes(Counter(result.rewrites), Counter(result.recognised), Counter(result.declines))
         for name, reason in result.failures:
             record.add_fallback("pass", label, f"{name}: {reason}")
+
+
+def device_of(args: Sequence[Any]) -> torch.device:
+    """Where a graph with these arguments runs: where its first tensor lies."""
+    return next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
 
 
 def _never(*args: Any) -> Any:

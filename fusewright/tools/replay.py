@@ -1,21 +1,24 @@
-"""Runs a reproducer folder: eager against the lowering that disagreed, compared as at the first call."""
+"""Lowers a saved graph as a variant says and compares it with eager, as at the first call."""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
-import torch
+from torch import fx
 
 from fusewright.capture.graph import CapturedGraph
-from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant
 from fusewright.config import read_settings
-from fusewright.passes.base import PassContext, Stage
+from fusewright.passes.base import Stage
 from fusewright.pipeline.order import ORDER
 from fusewright.pipeline.pipeline import Pipeline
 from fusewright.runtime.fakes import bucket_inputs
 from fusewright.runtime.lower import GraphHook, lower
 from fusewright.runtime.verify import Comparison, verify
+from fusewright.tools.oracle import Verdict, context_of
 from fusewright.tools.reproduced import load
 
 
@@ -29,12 +32,39 @@ def replay(folder: pathlib.Path) -> Comparison:
         UserInputError: the folder is no reproducer.
     """
     taken = load(folder)
-    args = taken.inputs
-    variant = GraphVariant.from_json((folder / "variant.json").read_text())
-    captured = CapturedGraph.build(taken.graph, args, {})
-    training = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    variant = variant_of(folder)
+    verdict = compare_lowered(taken.graph, taken.inputs, variant)
+    print(f"{variant.label()}: ok={verdict.ok} ({verdict.what}) {verdict.detail}")
+    return verdict
+
+
+def variant_of(folder: pathlib.Path) -> GraphVariant:
+    """The variant that a reproducer was written for."""
+    return GraphVariant.from_json((folder / "variant.json").read_text())
+
+
+def lowered_mismatch(variant: GraphVariant) -> Verdict:
+    """What bisection asks where only compiled graphs disagree: a rewritten graph, lowered, against the captured one."""
+    plain = dataclasses.replace(variant, passes=())
+
+    def judge(captured: fx.GraphModule, rewritten: fx.GraphModule, args: Sequence[Any]) -> str | None:
+        found = compare_lowered(rewritten, args, plain, captured)
+        return f"{plain.label()}: {found.detail}" if found.ok is False else None
+
+    return judge
+
+
+def compare_lowered(
+    graph: fx.GraphModule, args: Sequence[Any], variant: GraphVariant, against: fx.GraphModule | None = None
+) -> Comparison:
+    """Rewrite and lower a captured graph as `variant` says, and compare it with `against` in eager on `args`.
+
+    Args:
+        against: default: `graph` as it is.
+    """
+    captured = CapturedGraph.build(graph, list(args), {})
+    ctx = context_of(args)
     pipeline = Pipeline(ORDER, read_settings())
-    ctx = PassContext(ShapeBucket(), args[0].device.type if isinstance(args[0], torch.Tensor) else "cpu", training)
     rewritten, _ = pipeline.rewrite(captured.copy, pipeline.select(variant, Stage.FORWARD, ctx), ctx, "replay")
     hooks = {}
     for stage in (Stage.JOINT, Stage.POST_GRAD):
@@ -42,6 +72,4 @@ def replay(folder: pathlib.Path) -> Comparison:
         if late:
             hooks[stage] = GraphHook(pipeline, late, ctx, "replay", lambda result: None)
     call, mutated = lower(rewritten, bucket_inputs(captured, args, ctx.bucket), variant, hooks)
-    verdict = verify(captured.gm, call, args, mutated, training=training)
-    print(f"{variant.label()}: ok={verdict.ok} ({verdict.what}) {verdict.detail}")
-    return verdict
+    return verify(against or captured.gm, call, args, mutated, training=ctx.training)

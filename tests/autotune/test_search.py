@@ -7,6 +7,7 @@ import json
 import pathlib
 
 import pytest
+import torch
 
 from fusewright.autotune.jobs import Cell, TuningJob
 from fusewright.autotune.key import KeyContext, TuningKey
@@ -94,7 +95,7 @@ def test_the_fastest_accurate_variant_wins_and_an_interrupted_run_goes_on(tmp_pa
     assert watch.stages == {"cell", "accuracy"}
 
     plan = choose_from(store, CONTEXT)
-    assert plan("two", ShapeBucket()) == SIMPLE
+    assert plan("two", ShapeBucket(), torch.device("cpu")) == SIMPLE
     assert plan.lookups[0].reason.startswith("tuned")
 
 

@@ -97,7 +97,7 @@ def optimize_eagerly(model: nn.Module, *, choose: Choose, dims: Any, buckets: An
 
     def ask(module: nn.Module, args: Any) -> None:
         if not asked:
-            asked.append(choose("f" * 32, ShapeBucket((DimRange("rows", 2, 4),))))
+            asked.append(choose("f" * 32, ShapeBucket((DimRange("rows", 2, 4),)), torch.device("cpu")))
 
     def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output * dict(asked[0].options).get("scale", 1.0)

@@ -29,6 +29,11 @@ def test_round_trip(variant: GraphVariant) -> None:
     assert "\n" not in variant.to_json()
 
 
+def test_a_variant_of_an_older_store_is_launched_plainly() -> None:
+    old = '{"lowering":"inductor","options":[["cpp_wrapper",true]],"passes":null}'
+    assert GraphVariant.from_json(old) == GraphVariant(options=(("cpp_wrapper", True),))
+
+
 def test_variants_differ() -> None:
     assert len({v.to_json() for v in VARIANTS}) == len(set(VARIANTS)) == len(VARIANTS)
     assert len({v.label() for v in VARIANTS}) == len(VARIANTS)

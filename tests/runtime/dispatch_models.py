@@ -16,7 +16,7 @@ from fusewright.capture.variant import GraphVariant, Lowering
 WIDTH = 8
 
 
-def aot_eager(fingerprint: str, bucket: ShapeBucket) -> GraphVariant:
+def aot_eager(fingerprint: str, bucket: ShapeBucket, device: torch.device) -> GraphVariant:
     """Choose a lowering without a C++ compiler, for tests in which the lowering does not matter."""
     return GraphVariant(lowering=Lowering.AOT_EAGER)
 

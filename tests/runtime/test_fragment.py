@@ -40,9 +40,9 @@ def make(tmp_path: pathlib.Path) -> Callable[..., tuple[Fragment, list[Any]]]:
 def test_a_bucket_is_lowered_at_its_first_call_and_only_then(make: Any) -> None:
     asked: list[str] = []
 
-    def choose(fingerprint: str, bucket: ShapeBucket) -> GraphVariant:
+    def choose(fingerprint: str, bucket: ShapeBucket, device: torch.device) -> GraphVariant:
         asked.append(str(bucket))
-        return aot_eager(fingerprint, bucket)
+        return aot_eager(fingerprint, bucket, device)
 
     fragment, args = make({(0, 0): "n"}, {"n": [8, 16]}, choose=choose)
     call = fragment.dispatcher()
@@ -94,7 +94,7 @@ def test_a_steady_call_goes_straight_to_the_lowering(make: Any) -> None:
 
 def test_a_wrong_option_of_a_variant_is_an_error_not_a_fallback(make: Any) -> None:
     variant = GraphVariant(lowering=Lowering.INDUCTOR, options=(("max_autotun", True),))
-    fragment, args = make({}, {}, choose=lambda fingerprint, bucket: variant)
+    fragment, args = make({}, {}, choose=lambda *_: variant)
     with pytest.raises(UnknownNameError, match=r"inductor option 'max_autotun'.*Did you mean 'max_autotune"):
         fragment.dispatcher()(*args)
 

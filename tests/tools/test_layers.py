@@ -58,13 +58,11 @@ class Outer(nn.Module):
 
 def spoiling(module: nn.Module) -> nn.Module:
     variant = GraphVariant(lowering=Lowering.AOT_EAGER)
-    return optimize_with(module, choose=lambda fingerprint, bucket: variant, passes=[SpoilTanh()], verify="off")
+    return optimize_with(module, choose=lambda *_: variant, passes=[SpoilTanh()], verify="off")
 
 
 def honest(module: nn.Module) -> nn.Module:
-    return optimize_with(
-        module, choose=lambda fingerprint, bucket: GraphVariant(lowering=Lowering.AOT_EAGER), verify="off"
-    )
+    return optimize_with(module, choose=lambda *_: GraphVariant(lowering=Lowering.AOT_EAGER), verify="off")
 
 
 def test_the_layer_that_a_pass_spoils_is_named() -> None:

@@ -16,6 +16,7 @@ from fusewright.autotune.key import KeyContext, TuningKey
 from fusewright.autotune.trial import Json, Provider, Role
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant
+from fusewright.costs.op_cost import count_flops
 from fusewright.errors import UserInputError
 from fusewright.job_file import resolve
 from fusewright.workload import Workload, observe_step
@@ -132,7 +133,16 @@ class StepSubject:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def peak_mb(self) -> float:
+    def costs(self) -> dict[str, float]:
+        """`peak_mb` of a step, and `flops` of the same step in eager."""
+        model, self.model = self.model, self.eager
+        try:
+            flops = count_flops(self.step)
+        finally:
+            self.model = model
+        return {"peak_mb": self._peak_mb(), "flops": flops}
+
+    def _peak_mb(self) -> float:
         """Most that torch's allocator hands out at once during a step, MiB above what lives before it.
 
         Resident memory would say nothing on CPU: malloc keeps what an earlier step freed.

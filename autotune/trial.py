@@ -25,7 +25,8 @@ class Subject(Protocol):
     """What a provider's factory returns inside a worker process.
 
     It may also define `facts() -> dict` (JSON), called after the warm-up: tuning keys met, counters, proof that
-    settings took; and `peak_mb() -> float`: the most that one step holds, MiB above what lives before it.
+    settings took; and `costs() -> dict`: `peak_mb`, the most that one step holds (MiB above what lives before it), and
+    `flops` of an eager step.
     """
 
     def step(self) -> object:

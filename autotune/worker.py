@@ -130,10 +130,9 @@ class Worker:
         kind = FailureKind.BUILD_TIMEOUT  # references and new buckets may compile
         return self._request("check", self.limits.build_s, kind, seeds=list(seeds), training=training)
 
-    def memory(self) -> float | Failure:
-        """Most that a step holds, MiB above what lives before it, as the subject's `peak_mb` counts it."""
-        reply = self._request("memory", self.limits.run_s, FailureKind.RUN_TIMEOUT)
-        return reply if isinstance(reply, Failure) else float(reply["peak_mb"])
+    def costs(self) -> dict[str, float] | Failure:
+        """What a step costs by the subject's own count; see `Subject`."""
+        return self._request("costs", self.limits.run_s, FailureKind.RUN_TIMEOUT)
 
     def kill(self) -> None:
         """End the process and its children, also while another thread waits for a reply; that one gets a failure."""

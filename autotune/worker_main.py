@@ -63,9 +63,10 @@ class Session:
         report: Reply = accuracy.check(self.subject, seeds, training=training).to_dict()
         return report
 
-    def do_memory(self) -> Reply:
-        """Peak memory of one step as the subject counts it, MiB."""
-        return {"peak_mb": self.subject.peak_mb()}
+    def do_costs(self) -> Reply:
+        """What a step costs by the subject's own count."""
+        costs: Reply = self.subject.costs()
+        return costs
 
     def _timed(self, calls: int) -> float:
         step = self.subject.step

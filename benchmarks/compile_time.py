@@ -3,13 +3,16 @@
     python -m benchmarks.compile_time --only mlp,bert --repeats 3 --output benchmarks/results/MACHINE/compile_time.jsonl
 
 Each repeat gets a cache folder of its own for each side; the sides take turns, and the ratio is taken inside a repeat.
-First-call verification is part of the cold first step and is printed apart, as `verify_s`.
+fusewright compiles for a range of sizes, as `torch.compile(dynamic=True)` does, while torch.compile's default compiles
+for the one size that it has seen; so there is a ratio against each. First-call verification is part of the cold first
+step and is printed apart, as `verify_s`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import statistics
 import tempfile
@@ -20,9 +23,11 @@ import torch
 from benchmarks.workloads import COMPARABLE
 from fusewright.autotune.trial import Failure
 from fusewright.autotune.worker import Worker
-from fusewright.bench.cells import SuiteCell, append_rows, plan_cells
+from fusewright.bench.cells import SuiteCell, plan_cells
+from fusewright.bench.rows import append_rows
 
-SIDES = ("compile", "fusewright")
+RIVALS = ("compile", "compile_dynamic")
+SIDES = (*RIVALS, "fusewright")
 
 
 def start(cell: SuiteCell, side: str, folder: pathlib.Path) -> dict[str, Any]:
@@ -36,22 +41,24 @@ def start(cell: SuiteCell, side: str, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def measure(cell: SuiteCell, repeats: int) -> dict[str, Any]:
-    """Median ratios over `repeats`, cold and warm, with verification left out."""
-    ratios: dict[str, list[float]] = {"cold": [], "warm": []}
+    """Median ratios over `repeats` against each rival, cold and warm, with verification left out."""
+    ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for repeat in range(repeats):
         with tempfile.TemporaryDirectory() as root:
-            order = SIDES if repeat % 2 == 0 else SIDES[::-1]
+            order = SIDES[repeat % len(SIDES) :] + SIDES[: repeat % len(SIDES)]
             for phase in ("cold", "warm"):
                 found = {side: start(cell, side, pathlib.Path(root)) for side in order}
                 net = {side: s["first_step_s"] - s["verify_s"] for side, s in found.items()}
-                ratios[phase].append(net["fusewright"] / net["compile"])
+                for rival in RIVALS:
+                    ratios.setdefault(f"{phase}_vs_{rival}", []).append(net["fusewright"] / net[rival])
                 for side in SIDES:
                     seconds.setdefault(f"{side}_{phase}_s", []).append(net[side])
                 seconds.setdefault(f"verify_{phase}_s", []).append(found["fusewright"]["verify_s"])
     row: dict[str, Any] = {"cell": cell.name, "repeats": repeats, "torch": torch.__version__}
-    row |= {f"{phase}_ratio": round(statistics.median(values), 3) for phase, values in ratios.items()}
-    row |= {f"{phase}_ratios": [round(v, 3) for v in values] for phase, values in ratios.items()}
+    row |= {"load": round(os.getloadavg()[0], 2)}
+    row |= {name: round(statistics.median(values), 3) for name, values in ratios.items()}
+    row |= {f"{name}_each": [round(v, 3) for v in values] for name, values in ratios.items()}
     return row | {name: round(statistics.median(values), 2) for name, values in seconds.items()}
 
 

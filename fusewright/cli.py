@@ -92,12 +92,17 @@ def bench(
     budget: Annotated[float, typer.Option(help="Seconds of timing for each cell")] = 120.0,
     pairs: Annotated[int, typer.Option(help="Most fresh pairs of processes for each cell; at least 3 decide")] = 4,
     providers: Annotated[
-        str, typer.Option(help="Who runs beside torch.compile, from eager, fusewright")
+        str, typer.Option(help="Who runs beside torch.compile: eager, fusewright, compile_best, ...")
     ] = "eager,fusewright",
     output: Annotated[
         pathlib.Path | None, typer.Option("-o", "--output", help="JSON-lines file to append rows to")
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Leave out cells that the output file holds already")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            help="Leave out cells that the output file holds; default for the suite: benchmarks/results/MACHINE"
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure eager, torch.compile and fusewright, interleaved in own processes, with intervals and verdicts."""

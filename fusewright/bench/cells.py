@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pathlib
-import platform
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from fusewright.autotune.accuracy import SEEDS
 from fusewright.autotune.stats import Comparison
 from fusewright.autotune.timing import BASELINE, Plan, measure_pairs
 from fusewright.autotune.trial import Failure, Json, Progress, Provider, no_progress
 from fusewright.autotune.worker import DEFAULT_LIMITS, Limits, Worker
+from fusewright.bench.limits import measure_limits
+from fusewright.bench.rivals import BEST_OF, INFERENCE_ONLY
+from fusewright.bench.rows import Row, provenance, with_rates
 from fusewright.errors import UserInputError, unknown_name
 from fusewright.job_file import load_workloads, source_of
 
 SUBJECT = "fusewright.bench.rivals:RivalSubject"
 MODES = ("inference", "training")
 CANDIDATES = ("eager", "fusewright")
+BEST = "compile_best"
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")
 
 SUITE_PLAN = Plan(budget_s=120.0, most_pairs=4)
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -106,35 +102,40 @@ class Suite:
     candidates: tuple[str, ...] = CANDIDATES
     progress: Callable[[Progress], None] = no_progress
 
-    def run(self, cells: Sequence[SuiteCell], done: Sequence[str] = ()) -> Iterator[Row]:
+    def run(self, cells: Sequence[SuiteCell], done: Collection[str] = ()) -> Iterator[list[Row]]:
         """Measure each cell that is not in `done`, and yield its rows as soon as it is finished."""
+        limits: dict[str, float] = {}
         for number, cell in enumerate(cells):
             self.progress(Progress("cell", cell.name, number, len(cells)))
             if cell.name not in done:
                 with tempfile.TemporaryDirectory() as folder:
-                    providers = {
-                        name: cell.provider(name, pathlib.Path(folder)) for name in (*self.candidates, "compile")
-                    }
-                    yield from self._measure(cell, providers)
+                    names = ("compile", *candidates_of(self.candidates, cell.mode))
+                    providers = {name: cell.provider(name, pathlib.Path(folder)) for name in names}
+                    limits = limits or measure_limits()
+                    yield with_rates(self._measure(cell, providers), limits)
 
     def _measure(self, cell: SuiteCell, providers: Mapping[str, Provider]) -> list[Row]:
         load_before = os.getloadavg()[0]
         training = cell.mode == "training"
         checks = {name: self._check(one, training) for name, one in providers.items() if name != "eager"}
         measured = measure_pairs(
-            {name: providers[name] for name in self.candidates},
+            {name: one for name, one in providers.items() if name != "compile"},
             providers["compile"],
             self.plan,
             limits=self.limits,
             threads=self.threads,
             progress=self.progress,
         )
-        shared = self._provenance(cell) | {"load": [round(load_before, 2), round(os.getloadavg()[0], 2)]}
+        shared = (
+            self._identity(cell)
+            | provenance(self.threads)
+            | {"load": [round(load_before, 2), round(os.getloadavg()[0], 2)]}
+        )
         rows = []
         # of fusewright's comparison where there is one: its pairs are those that the ratio beside it comes from
         order = sorted(measured.results.items(), key=lambda item: item[0] != "fusewright")
         finished = [r for _, r in order if isinstance(r, Comparison) and r.rounds]
-        for name in ("compile", *self.candidates):
+        for name in providers:
             row: Row = dict(shared) | {
                 "provider": name,
                 "plan": "default",
@@ -142,14 +143,14 @@ class Suite:
             }
             built = measured.built.get(BASELINE if name == "compile" else name)
             row["warm_s"] = None if built is None else round(built.first_step_s, 3)
-            row |= dict(built.facts) if built is not None else {}
+            row |= {k: v for k, v in built.facts.items() if k != "proof"} if built is not None else {}
             if name == "compile":
                 row["median_ms"] = round(finished[0].baseline_s * 1e3, 4) if finished else None
                 row["failure"] = None if measured.baseline_failure is None else str(measured.baseline_failure)
             else:
                 row |= _timing(measured.results[name])
             rows.append(row)
-        return rows
+        return rows + ([best_of(rows)] if BEST in self.candidates else [])
 
     def _check(self, provider: Provider, training: bool) -> Row:
         """Accuracy, cold start and peak memory of one provider, in one process that is not timed against others."""
@@ -157,31 +158,45 @@ class Suite:
             built = worker.build()
             if isinstance(built, Failure):
                 return {"accuracy": None, "accuracy_detail": str(built)}
-            memory = worker.memory()
             report = worker.check(SEEDS, training=training)
+            costs = worker.costs()
         row: Row = {"cold_s": round(built.first_step_s, 3)}
+        if "proof" in built.facts:  # of the cold start: a warm one counts nothing
+            row["proof"] = built.facts["proof"]
         if isinstance(built.facts.get("seconds"), dict):
             row["verify_s"] = round(built.facts["seconds"].get("verify", 0.0), 3)
-        if not isinstance(memory, Failure):
-            row["peak_mb"] = round(memory, 2)
+        if not isinstance(costs, Failure):
+            row |= {"peak_mb": round(costs["peak_mb"], 2), "flops": costs["flops"]}
         if isinstance(report, Failure):
             return row | {"accuracy": None, "accuracy_detail": str(report)}
         return row | {"accuracy": report["ok"], "accuracy_detail": report["reason"]}
 
-    def _provenance(self, cell: SuiteCell) -> Row:
+    def _identity(self, cell: SuiteCell) -> Row:
         return {
             "workload": cell.workload,
             "family": cell.family,
             "mode": cell.mode,
             "bucket": f"{cell.length_name}={cell.length}",
             "cell": cell.name,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-            "cores": os.cpu_count(),
-            "threads": self.threads or torch.get_num_threads(),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
+
+
+def candidates_of(names: Sequence[str], mode: str) -> list[str]:
+    """The providers behind `names`, once each; those that only infer are left out in training."""
+    every = [one for name in names for one in (BEST_OF if name == BEST else (name,))]
+    return [name for name in dict.fromkeys(every) if mode == "inference" or name not in INFERENCE_ONLY]
+
+
+def best_of(rows: Sequence[Row]) -> Row:
+    """A row `compile_best`: that of the fastest accurate setting of torch.compile, which `setting` names.
+
+    Its ratio is against the default, like every other; with several settings tried, the best looks a little too good.
+    """
+    tried = [r for r in rows if r["provider"] in ("compile", *BEST_OF) and r["accuracy"] is True and r.get("median_ms")]
+    if not tried:
+        return dict(rows[0]) | {"provider": BEST, "setting": None, "failure": "no setting ran and was accurate"}
+    best = max(tried, key=lambda row: row.get("ratio_vs_compile", 1.0))
+    return dict(best) | {"provider": BEST, "setting": best["provider"]}
 
 
 def _timing(found: Comparison | Failure) -> Row:
@@ -198,32 +213,3 @@ def _timing(found: Comparison | Failure) -> Row:
         "pairs": found.pairs,
         "verdict": found.verdict.value,
     }
-
-
-def read_rows(path: pathlib.Path) -> list[Row]:
-    """The whole rows of a JSON-lines file; a last line that a kill cut short is left out."""
-    rows: list[Row] = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return rows
-
-
-def append_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Append the rows of one cell in a single write."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    with path.open("a") as file:
-        file.write(text)
-
-
-def machine_name() -> str:
-    """Kind of processor and count, as a folder name; no host name."""
-    model = "cpu"
-    with open("/proc/cpuinfo") as file:
-        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
-    slug = "-".join("".join(c if c.isalnum() else " " for c in model.lower()).split())
-    return f"{slug}-{os.cpu_count()}cores"

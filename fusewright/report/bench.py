@@ -15,7 +15,9 @@ from rich.text import Text
 
 from fusewright.autotune.timing import Plan
 from fusewright.autotune.trial import Progress as Step
-from fusewright.bench.cells import CANDIDATES, Row, Suite, append_rows, plan_cells, read_rows
+from fusewright.bench.cells import BEST, CANDIDATES, Suite, plan_cells
+from fusewright.bench.rivals import INFERENCE_ONLY, PROVIDERS
+from fusewright.bench.rows import Row, append_rows, check_same_place, machine_name, read_rows, whole_cells
 from fusewright.errors import UserInputError, unknown_name
 
 SUITE = "benchmarks.workloads:COMPARABLE"
@@ -29,26 +31,37 @@ def run_bench(
     lengths: Sequence[int],
     budget_s: float,
     most_pairs: int,
-    providers: Sequence[str],
     output: pathlib.Path | None,
     resume: bool,
     console: Console,
+    providers: Sequence[str] = CANDIDATES,
 ) -> list[Row]:
     """Measure the cells, append each one's rows to `output` as it finishes, and return all rows.
 
     Raises:
+        UnknownNameError: a provider that there is not; torch.compile always runs and is not named.
         UserInputError: no job is given and the suite is not importable, or `resume` without an output file.
     """
-    if not job and importlib.util.find_spec("benchmarks") is None:
+    suite_at = importlib.util.find_spec("benchmarks")
+    if not job and (suite_at is None or suite_at.origin is None):
         raise UserInputError("bench: the suite is only in a checkout; give a job file such as my_job.py.")
     if resume and output is None:
-        raise UserInputError("--resume: needs --output, the file that holds the finished cells.")
+        if job or suite_at is None or suite_at.origin is None:
+            raise UserInputError("--resume: needs --output, the file that holds the finished cells.")
+        output = pathlib.Path(suite_at.origin).parent / "results" / machine_name() / "bench.jsonl"
+        console.print(f"rows go to {output}")
+    known = [name for name in (*PROVIDERS, BEST) if name != "compile"]
     for name in providers:
-        if name not in CANDIDATES:
-            raise unknown_name("provider", name, CANDIDATES)
+        if name not in known:
+            raise unknown_name("provider", name, known)
     cells = plan_cells(job or SUITE, only, modes, lengths)
-    rows = read_rows(output) if resume and output is not None else []
-    done = {row["cell"] for row in rows}
+    rows: list[Row] = []
+    done: set[str] = set()
+    if resume and output is not None:
+        found = read_rows(output)
+        check_same_place(found, output)
+        done = whole_cells(found, {"compile", *providers} - set(INFERENCE_ONLY))
+        rows = [row for row in found if row["cell"] in done]
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} cells"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("starting", total=len(cells))
@@ -61,10 +74,10 @@ def run_bench(
 
         plan = Plan(budget_s=budget_s, most_pairs=max(most_pairs, 3))
         suite = Suite(plan, candidates=tuple(providers), progress=tell)
-        for cell_rows in suite.run(cells, sorted(done)):
-            rows.append(cell_rows)
+        for cell_rows in suite.run(cells, done):
+            rows += cell_rows
             if output is not None:
-                append_rows(output, [cell_rows])
+                append_rows(output, cell_rows)
         bar.update(task, completed=len(cells))
     return rows
 
@@ -76,10 +89,14 @@ def table(rows: Sequence[Row]) -> Group:
         drawn = Table("", "ms", "against torch.compile", "verdict", "accurate", show_edge=False, pad_edge=False)
         mine = [row for row in rows if row["cell"] == cell]
         for row in mine:
-            drawn.add_row(row["provider"], _ms(row), _ratio(row), row.get("verdict", ""), _accuracy(row))
+            drawn.add_row(_name(row), _ms(row), _ratio(row), row.get("verdict", ""), _accuracy(row))
         work = [_work(row) for row in mine if row["provider"] == "fusewright"]
         parts += [Text(cell, style="bold"), drawn, Text("\n".join(f"rewritten: {text}\n" for text in work))]
     return Group(*parts, Text(summary(rows)))
+
+
+def _name(row: Row) -> str:
+    return f"{row['provider']} ({row['setting']})" if row.get("setting") else str(row["provider"])
 
 
 def _ratio(row: Row) -> str:

@@ -13,13 +13,14 @@ from typing import Any
 import sympy
 import torch
 from torch._C._dynamo.guards import compute_overlapping_tensors
-from torch._dynamo.source import LocalSource
+from torch._dynamo.source import ConstantSource, LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StrictMinMaxConstraint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from fusewright.capture.dynamo_compat import symbol_sources
 from fusewright.capture.graph import CapturedGraph, expressions
 from fusewright.capture.shapes import ShapeBucket
 
@@ -48,7 +49,8 @@ class BucketInputs:
         """
         env = self.mode.shape_env
         assert env is not None, "bucket inputs always have a ShapeEnv"
-        exprs = [g.expr for g in env.guards if g.expr is not sympy.true]
+        fixed = self._fixed({s for g in env.guards for s in g.expr.free_symbols})
+        exprs = [e for e in (g.expr.xreplace(fixed) for g in env.guards) if e is not sympy.true]
         if not exprs:
             return None
         printer = PythonPrinter()
@@ -60,6 +62,18 @@ class BucketInputs:
         code = f"lambda args: (lambda {', '.join(map(str, used))}: {text})(**_let({lets}))"
         check: Callable[[Sequence[Any]], bool] = eval(code, namespace)
         return check
+
+    def _fixed(self, symbols: set[Any]) -> dict[sympy.Symbol, sympy.Integer]:
+        """Values of the symbols that AOTAutograd made of plain numbers among `values`.
+
+        A plain number stands for the one size that a bucket holds, so every call that reaches the bucket has it.
+        """
+        fixed = {}
+        for symbol in symbols - set(self.where):
+            places = [s for s in symbol_sources(self.mode.shape_env, symbol) if isinstance(s, ConstantSource)]
+            assert places, f"nothing shows the value of {symbol}"
+            fixed[symbol] = sympy.Integer(self.values[int(places[0].source_name.removeprefix("sym_"))])
+        return fixed
 
     def _getter(self, symbol: sympy.Symbol) -> str:
         index, dim = self.where[symbol]

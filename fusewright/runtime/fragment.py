@@ -39,7 +39,11 @@ Choose = Callable[[str, ShapeBucket, torch.device], GraphVariant]
 
 @dataclass(frozen=True)
 class Services:
-    """What a fragment needs from the optimized model it belongs to."""
+    """What a fragment needs from the optimized model it belongs to.
+
+    Attributes:
+        why_not_frozen: asked at each lowering: why values computed from the weights must not be kept, or None.
+    """
 
     pipeline: Pipeline
     record: Record
@@ -49,6 +53,7 @@ class Services:
     verify: Verify = Verify.FIRST_CALL
     strict: bool = False
     graph_pool: GraphPool = field(default_factory=GraphPool)
+    why_not_frozen: Callable[[], str | None] = lambda: None
 
 
 class Fragment:
@@ -226,7 +231,7 @@ class Fragment:
         services = self.services
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         device = device_of(args).type
-        ctx = PassContext(bucket, device, training, services.pipeline.frozen_weights)
+        ctx = PassContext(bucket, device, training, self._may_freeze(label))
         refusal = why_not_captured(variant, device, training)
         if refusal is not None:
             self._fall_back("launch", label, refusal)
@@ -269,6 +274,15 @@ class Fragment:
 
         return {stage: hook(stage) for stage in (Stage.JOINT, Stage.POST_GRAD) if passes[stage]}
 
+    def _may_freeze(self, label: str) -> bool:
+        """Whether the user promised frozen weights and nothing speaks against it."""
+        if not self.services.pipeline.frozen_weights:
+            return False
+        reason = self.services.why_not_frozen()
+        if reason is not None:
+            self._fall_back("frozen_weights", label, reason)
+        return reason is None
+
     def _fall_back(self, kind: str, label: str, reason: str) -> None:
         """Count a fallback, or raise it under strict."""
         if self.services.strict:
@@ -299,8 +313,10 @@ class Fragment:
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        self.services.record.add_seconds(what, time.perf_counter() - start)
+        try:
+            yield
+        finally:
+            self.services.record.add_seconds(what, time.perf_counter() - start)
 
     def _judge(
         self,

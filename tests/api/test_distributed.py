@@ -83,6 +83,22 @@ def _train(model: nn.Module, rank: int) -> tuple[list[float], list[Tensor]]:
     return losses, [_whole(p) for p in model.parameters()]
 
 
+def _frozen(world: int) -> dict[str, Any]:
+    """A sharded model whose weights change although they were promised not to."""
+    folded = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16)).eval()
+    plain = copy.deepcopy(folded)
+    fully_shard(folded, mesh=init_device_mesh("cpu", (world,)))
+    cheap(folded, frozen_weights=True)
+    x, results = torch.ones(4, WIDTH), []
+    with torch.no_grad():
+        for factor in (1.0, 2.0):
+            for model in (folded, plain):
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+            results.append((folded(x), plain(x)))
+    return {"results": results, "fallbacks": fusewright.explain(folded).to_dict()["fallbacks"]}
+
+
 def work(rank: int, world: int) -> dict[str, Any]:
     """Train in every situation, on one rank of `world`."""
     reference = DistributedDataParallel(_model())
@@ -102,6 +118,7 @@ def work(rank: int, world: int) -> dict[str, Any]:
         data = fusewright.explain(optimized).to_dict()
         kinds = sorted({f["kind"] for f in data["fallbacks"]})
         out[situation] = (losses, parameters, data["calls"], data["dispatched"], kinds)
+    out["frozen"] = _frozen(world)
     return copy.deepcopy(out)
 
 
@@ -130,3 +147,12 @@ def test_graphs_ran_and_only_the_hooks_of_sharding_break_them(ranks: list[dict[s
         assert dispatched >= STEPS
         assert kinds == ([] if "shard" not in situation and not situation.startswith("optimize") else kinds)
         assert set(kinds) <= {"graph_break", "skipped_frame"}
+
+
+@pytest.mark.multiprocess
+def test_weights_that_fsdp_gathers_are_never_taken_for_frozen(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        for found, expected in result["frozen"]["results"]:
+            torch.testing.assert_close(found, expected)
+        reasons = [f["reason"] for f in result["frozen"]["fallbacks"] if f["kind"] == "frozen_weights"]
+        assert reasons == ["FSDP writes the weights anew at each call, so that nothing computed from them can be kept"]

@@ -97,7 +97,13 @@ def test_sources_are_loaded_by_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
+def test_flops_are_those_of_the_eager_step() -> None:
+    made = subject(training=True)
+    assert made.costs()["flops"] == 3 * 2 * 4 * (8 * 16 + 16 * 4)
+    assert made.model is not made.eager
+
+
 def test_peak_memory_counts_tensors_that_live_at_once() -> None:
     made = subject(training=False, source=f"{HERE}:WIDE", optimize=f"{HERE}:optimize_nothing")
     made.step()  # what an earlier step left in malloc's hands does not count
-    assert made.peak_mb() == pytest.approx(8.0, abs=0.01)  # the linear layer's output and ReLU's, 4 MiB each
+    assert made.costs()["peak_mb"] == pytest.approx(8.0, abs=0.01)  # the linear layer's output and ReLU's, 4 MiB each

@@ -132,10 +132,10 @@ def test_a_worker_ends_when_its_parent_is_killed_in_the_middle_of_a_step(tmp_pat
     assert has_ended(pid)
 
 
-def test_peak_memory_is_what_the_subject_counts() -> None:
+def test_costs_are_what_the_subject_counts() -> None:
     with Worker(provider("grower", mb=64)) as worker:
         assert isinstance(worker.build(), Built)
-        assert worker.memory() == 64.0
+        assert worker.costs() == {"peak_mb": 64, "flops": 2}
 
 
 def test_a_worker_runs_in_the_environment_of_its_provider() -> None:

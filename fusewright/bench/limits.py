@@ -1,0 +1,43 @@
+"""What this machine can do at most, measured in the same run as the cells that are held against it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+SIZES = ((1024, 1024, 1024), (128, 4096, 1024), (4096, 512, 512))  # M, N, K: square, few rows, many rows
+COPIED = 2**26  # float32 elements, far beyond any cache
+LEAST_S = 0.2  # of timing for each figure
+
+
+def measure_limits() -> dict[str, float]:
+    """Best rates on the CPU: `matmul_gflops` (float32, over shapes), `copy_gb_per_s` (read and write), `call_us`."""
+    with torch.no_grad():
+        rates = []
+        for m, n, k in SIZES:
+            a, b, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
+            rates.append(2e-9 * m * n * k / _fastest(lambda a=a, b=b, out=out: torch.mm(a, b, out=out)))  # type: ignore[misc]
+        source = torch.ones(COPIED)
+        target = torch.empty_like(source)
+        copied = 8e-9 * COPIED / _fastest(lambda: target.copy_(source))
+        one = torch.ones(1)
+        call = _fastest(lambda: one.add_(1), calls=1000)
+    return {
+        "matmul_gflops": round(max(rates), 1),
+        "copy_gb_per_s": round(copied, 2),
+        "call_us": round(call * 1e6, 3),
+    }
+
+
+def _fastest(step: Callable[[], object], calls: int = 1) -> float:
+    """Seconds of the fastest of many runs of `step`."""
+    step()
+    best, end = float("inf"), time.perf_counter() + LEAST_S
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        for _ in range(calls):
+            step()
+        best = min(best, (time.perf_counter() - started) / calls)
+    return best

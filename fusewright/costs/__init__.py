@@ -1,0 +1,1 @@
+"""What computations cost, by arithmetic rather than by the clock."""

@@ -83,9 +83,22 @@ def _train(model: nn.Module, rank: int) -> tuple[list[float], list[Tensor]]:
     return losses, [_whole(p) for p in model.parameters()]
 
 
+class Folded(nn.Module):
+    """What `frozen_weights` folds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, WIDTH) -> (B, 16)."""
+        y: Tensor = self.norm(self.linear(x))
+        return y
+
+
 def _frozen(world: int) -> dict[str, Any]:
     """A sharded model whose weights change although they were promised not to."""
-    folded = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16)).eval()
+    folded = Folded().eval()
     plain = copy.deepcopy(folded)
     fully_shard(folded, mesh=init_device_mesh("cpu", (world,)))
     cheap(folded, frozen_weights=True)

@@ -37,6 +37,8 @@ def why_not_captured(variant: GraphVariant, device: str, training: bool) -> str 
 def captured_regions(pool: GraphPool, on_plain: Callable[[str], None]) -> Iterator[list[RegionRunner]]:
     """Inside the block, what this thread compiles for inference is launched by runners, which the yielded list gets.
 
+    Call with `capture_lock` held: the place that is taken over belongs to the whole process.
+
     Args:
         pool: memory that the runners share.
         on_plain: told why, at every call of a region that no graph answers although its shapes are known.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from fusewright.errors import DimsError
@@ -119,10 +119,24 @@ def _is_edge(cut: object) -> bool:
     return type(cut) is int
 
 
-def check_buckets(buckets: Mapping[str, Sequence[int | Sequence[int]]] | None, dims: Dims) -> Buckets:
+Cuts = Sequence[int | Sequence[int]] | Set[int]
+
+
+def _edges_around(sizes: Set[int]) -> list[int]:
+    """Edges that give each of `sizes` a bucket of its own; what lies between two of them shares one."""
+    edges: list[int] = []
+    for size in sorted(sizes):
+        if size - 1 > (edges[-1] if edges else 1):
+            edges.append(size - 1)
+        edges.append(size)
+    return edges
+
+
+def check_buckets(buckets: Mapping[str, Cuts] | None, dims: Dims) -> Buckets:
     """Check `buckets` as given to `optimize`.
 
-    Each value lists upper edges (`[128, 256, 512]`) or closed ranges (`[(2, 128), (129, 512)]`) that must join.
+    Each value lists upper edges (`[128, 256, 512]`) or closed ranges (`[(2, 128), (129, 512)]`) that must join, or is a
+    set of exact sizes (`{128, 256, 512}`).
 
     Raises:
         DimsError: empty, descending, overlapping or gapped edges, or a name that `dims` does not give.
@@ -135,6 +149,8 @@ def check_buckets(buckets: Mapping[str, Sequence[int | Sequence[int]]] | None, d
                 f"buckets: {name!r} is not named in dims; dims names {', '.join(sorted(names)) or 'nothing'}."
             )
         edges: list[int] = []
+        if isinstance(cuts, Set) and all(type(size) is int for size in cuts):
+            cuts = _edges_around(cuts)
         if not isinstance(cuts, Sequence) or isinstance(cuts, str):
             raise DimsError(f"buckets[{name!r}]: expected a list of upper edges such as [128, 256], got {cuts!r}.")
         for cut in cuts:

@@ -13,7 +13,7 @@ import torch
 
 from fusewright import config
 from fusewright.capture.record import Record
-from fusewright.capture.shapes import check_buckets, check_dims
+from fusewright.capture.shapes import Cuts, check_buckets, check_dims
 from fusewright.config import Effort, Numerics, Verify, to_enum
 from fusewright.errors import UnsupportedTorchError, UserInputError
 from fusewright.installation import (
@@ -41,7 +41,7 @@ def optimize(
     model: _T,
     *,
     dims: Mapping[str, Mapping[int, str]] | None = None,
-    buckets: Mapping[str, Sequence[int | Sequence[int]]] | None = None,
+    buckets: Mapping[str, Cuts] | None = None,
     numerics: str | Numerics = Numerics.REASSOCIATED,
     effort: str | Effort = Effort.NONE,
     store: str | pathlib.Path | None = None,
@@ -58,8 +58,9 @@ def optimize(
     Args:
         model: an `nn.Module` or a function of tensors.
         dims: names of dynamic dimensions: argument -> dimension -> name, `{"input_ids": {1: "tokens"}}`.
-        buckets: for a named dimension, ascending upper edges `{"tokens": [128, 512]}` or joined ranges; each bucket is
-            lowered on its first call. Without edges a named dimension is one open bucket.
+        buckets: for a named dimension, ascending upper edges `{"tokens": [128, 512]}` or joined ranges, or a set of
+            exact sizes `{"tokens": {128, 512}}`, each lowered for that size alone; sizes between two of them share a
+            bucket. Each bucket is lowered on its first call. Without edges a named dimension is one open bucket.
         numerics: "exact", "reassociated" (default) or "lossy": loosest tier of our rewrites, not of Inductor's own.
         effort: "none"; tuning inside the process is not offered, use `fusewright tune`.
         store: tuning store (path or URL) whose winners are used; default: where `fusewright tune` writes.

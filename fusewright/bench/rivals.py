@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch._dynamo
@@ -41,7 +41,7 @@ class RivalSubject(StepSubject):
         }
         if self.provider in BEST_OF:
             facts["proof"] = _proof(counters["inductor"])
-        if self.provider == "fusewright":
+        if self.provider in ("fusewright", "fusewright_exact"):
             told = load(EXPLAIN)(self.model).to_dict()
             facts |= {k: told[k] for k in ("rewrites", "recognised", "fallbacks", "verified", "recompiles", "seconds")}
         return facts
@@ -88,13 +88,23 @@ def _compile_cpp_wrapper(subject: RivalSubject, model: nn.Module) -> nn.Module:
 
 
 def _fusewright(subject: RivalSubject, model: nn.Module) -> nn.Module:
-    optimize = load(OPTIMIZE)
-    workload = subject.workload
-    name = workload.length_name
-    # a length of 1 belongs to no bucket: torch specialises on it
-    edges = sorted({max(length, 2) for length in workload.lengths})
-    optimized: nn.Module = optimize(
-        model, dims=workload.dims, buckets={name: edges} if name is not None else None, verify=subject.verify
+    """The workload's lengths as upper edges: a bucket serves every length up to its edge."""
+    return _optimized(subject, model, sorted)
+
+
+def _fusewright_exact(subject: RivalSubject, model: nn.Module) -> nn.Module:
+    """The workload's lengths as exact sizes, as torch.compile's default compiles for the one that it sees."""
+    return _optimized(subject, model, set)
+
+
+def _optimized(subject: RivalSubject, model: nn.Module, buckets: Callable[[set[int]], Collection[int]]) -> nn.Module:
+    name, workload = subject.workload.length_name, subject.workload
+    sizes = {max(length, 2) for length in workload.lengths}  # 1 belongs to no bucket: torch specialises on it
+    optimized: nn.Module = load(OPTIMIZE)(
+        model,
+        dims=workload.dims,
+        buckets={name: buckets(sizes)} if name is not None else None,
+        verify=subject.verify,
     )
     return optimized
 
@@ -107,4 +117,5 @@ PROVIDERS: dict[str, Callable[[RivalSubject, nn.Module], nn.Module]] = {
     "compile_max_autotune": _compile_max_autotune,
     "compile_cpp_wrapper": _compile_cpp_wrapper,
     "fusewright": _fusewright,
+    "fusewright_exact": _fusewright_exact,
 }

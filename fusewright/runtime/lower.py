@@ -66,6 +66,20 @@ def check_options(variant: GraphVariant) -> None:
             raise unknown_name(f"{variant.lowering.value} option", name, known)
 
 
+def _write_numbers(gm: fx.GraphModule, values: Sequence[Any]) -> None:
+    """Put plain numbers among `values` where the graph uses them: AOTAutograd would make symbols of them again."""
+    numbers: dict[fx.Node, Any] = {
+        node: value
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True)
+        if type(value) is int
+    }
+    for user in {user for node in numbers for user in node.users}:
+        user.args = fx.node.map_arg(user.args, lambda arg: numbers.get(arg, arg))
+        user.kwargs = fx.node.map_arg(user.kwargs, lambda arg: numbers.get(arg, arg))
+    if numbers:
+        gm.recompile()
+
+
 def lower(
     gm: fx.GraphModule,
     inputs: BucketInputs,
@@ -79,6 +93,7 @@ def lower(
         (None where the lowering does not tell).
     """
     check_options(variant)
+    _write_numbers(gm, inputs.values)
     if variant.lowering is Lowering.EAGER:
         return gm.forward, None
     compiled: Any

@@ -82,6 +82,18 @@ def test_buckets_from_edges_or_ranges() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "edges"),
+    [({4, 8}, (3, 4, 7, 8)), ({2}, (2,)), ({2, 3}, (2, 3)), ({5}, (4, 5)), (frozenset({9, 7, 8}), (6, 7, 8, 9))],
+)
+def test_exact_sizes_get_buckets_of_their_own(sizes: Any, edges: tuple[int, ...]) -> None:
+    (axis,) = check_buckets({"tokens": sizes}, DIMS).axes
+    assert axis.edges == edges
+    for size in sizes:
+        found = axis.range(axis.index(size))
+        assert (found.low, found.high) == (size, size)
+
+
+@pytest.mark.parametrize(
     ("buckets", "said"),
     [
         ({"token": [128]}, "buckets: 'token' is not named in dims; dims names height, tokens, width."),
@@ -89,6 +101,9 @@ def test_buckets_from_edges_or_ranges() -> None:
         ({"tokens": [128, 128]}, "buckets['tokens']: edges must ascend, 128 follows 128."),
         ({"tokens": [128, 64]}, "buckets['tokens']: edges must ascend, 64 follows 128."),
         ({"tokens": [1]}, "buckets['tokens']: edge 1 is below 2"),
+        ({"tokens": {1, 8}}, "buckets['tokens']: edge 1 is below 2"),
+        ({"tokens": set()}, "buckets['tokens'] is empty"),
+        ({"tokens": {"8"}}, "buckets['tokens']: expected a list of upper edges such as [128, 256], got {'8'}."),
         ({"tokens": [(2, 128), (100, 200)]}, "range (100, 200) overlaps the one before; it should start at 129."),
         ({"tokens": [(2, 128), (140, 200)]}, "range (140, 200) leaves a gap; it should start at 129."),
         ({"tokens": [(9, 5)]}, "buckets['tokens']: range (9, 5) is empty."),

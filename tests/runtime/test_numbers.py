@@ -64,17 +64,3 @@ def test_forward_mode_derivatives_run_eagerly_and_are_counted(warm: bool) -> Non
         tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones(3)))).tangent
     torch.testing.assert_close(tangent, 2 * (1 - x.tanh() ** 2))
     assert [f["kind"] for f in fusewright.explain(model).to_dict()["fallbacks"]] == ["forward_mode"]
-
-
-def test_a_bucket_of_one_size_is_lowered_although_the_size_is_asked_about() -> None:
-    class Expanding(nn.Module):
-        def forward(self, x: Tensor, t: Tensor) -> Tensor:
-            return x * t.expand(x.shape[0]).unsqueeze(-1)
-
-    model = optimized(Expanding(), dims={"x": {0: "batch"}}, buckets={"batch": [2, 4]}, strict=True)
-    for batch in (2, 3, 2, 4):
-        x, t = torch.randn(batch, 3), torch.randn(1)
-        torch.testing.assert_close(model(x, t), x * t)
-    told = fusewright.explain(model).to_dict()
-    assert [(b["range"], b["hits"]) for b in told["buckets"]] == [("batch=2", 2), ("batch=3..4", 2)]
-    assert told["fallbacks"] == []

@@ -1,0 +1,72 @@
+"""A bucket of one size is lowered for that size: nothing symbolic is left, and other sizes still run."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+import fusewright
+from fusewright.api import optimize_with
+from fusewright.capture.variant import GraphVariant, Lowering
+from fusewright.config import Numerics
+from fusewright.passes.base import Pass, PassContext, Stage
+
+DIMS = {"x": {0: "batch"}}
+
+
+class Expanding(nn.Module):
+    """Asks about its batch size and makes tensors of it."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        """x (B, 3), t (1,) -> (B, 3)."""
+        return x * t.expand(x.shape[0]).unsqueeze(-1) + torch.arange(x.shape[0], dtype=x.dtype).view(-1, 1)
+
+
+class Sizes(Pass):
+    """Notes every size in the graph that Inductor generates code for; rewrites nothing."""
+
+    name: ClassVar[str] = "sizes"
+    stage: ClassVar[Stage] = Stage.POST_GRAD
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    seen: ClassVar[list[Any]] = []
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
+        values = [node.meta.get("val") for node in gm.graph.nodes if node.users]
+        self.seen += [value for value in values if isinstance(value, torch.SymInt)]
+        self.seen += [size for value in values if isinstance(value, Tensor) for size in value.shape]
+        return 0
+
+
+def expected(x: Tensor, t: Tensor) -> Tensor:
+    return x * t + torch.arange(len(x), dtype=x.dtype).view(-1, 1)
+
+
+def sizes_lowered(batch: int) -> set[type]:
+    Sizes.seen.clear()
+    model = fusewright.optimize(Expanding(), dims=DIMS, buckets={"batch": {4, 8}}, passes=[Sizes()], strict=True)
+    x, t = torch.randn(batch, 3), torch.randn(1)
+    torch.testing.assert_close(model(x, t), expected(x, t))
+    return set(map(type, Sizes.seen))
+
+
+def test_an_exact_size_leaves_nothing_symbolic() -> None:
+    assert sizes_lowered(4) == {int}
+    assert sizes_lowered(6) == {int, torch.SymInt}
+
+
+def test_sizes_between_share_a_bucket() -> None:
+    cheap = GraphVariant(lowering=Lowering.AOT_EAGER)
+    model = optimize_with(Expanding(), choose=lambda *_: cheap, dims=DIMS, buckets={"batch": {4, 8}}, strict=True)
+    for batch in (4, 5, 8, 7, 4, 3, 8, 4):
+        x, t = torch.randn(batch, 3), torch.randn(1)
+        torch.testing.assert_close(model(x, t), expected(x, t))
+    told = fusewright.explain(model).to_dict()
+    assert [(b["range"], b["hits"]) for b in told["buckets"]] == [
+        ("batch=2..3", 1),
+        ("batch=4", 3),
+        ("batch=5..7", 2),
+        ("batch=8", 2),
+    ]
+    assert (told["fallbacks"], told["dynamo_frames"]) == ([], 1)

@@ -17,11 +17,19 @@ DIMS = {"x": {0: "batch"}}
 
 
 class Expanding(nn.Module):
-    """Asks about its batch size and makes tensors of it."""
+    """Asks about its batch size, so that what is lowered for it has to answer."""
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """x (B, 3), t (1,) -> (B, 3)."""
-        return x * t.expand(x.shape[0]).unsqueeze(-1) + torch.arange(x.shape[0], dtype=x.dtype).view(-1, 1)
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """x (B, 3), t (1,) -> (B, 3) and (B,)."""
+        return x * t.expand(x.shape[0]).unsqueeze(-1), torch.arange(x.shape[0], dtype=x.dtype).cumsum(0)
+
+
+class Counting(nn.Module):
+    """Makes a tensor of its batch size that nothing compares with the batch."""
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """x (B, 3), t (1,) -> (B, 3) and (B,)."""
+        return x * t, torch.arange(x.shape[0], dtype=x.dtype).cumsum(0)
 
 
 class Sizes(Pass):
@@ -39,13 +47,13 @@ class Sizes(Pass):
         return 0
 
 
-def expected(x: Tensor, t: Tensor) -> Tensor:
-    return x * t + torch.arange(len(x), dtype=x.dtype).view(-1, 1)
+def expected(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return x * t, torch.arange(len(x), dtype=x.dtype).cumsum(0)
 
 
 def sizes_lowered(batch: int) -> set[type]:
     Sizes.seen.clear()
-    model = fusewright.optimize(Expanding(), dims=DIMS, buckets={"batch": {4, 8}}, passes=[Sizes()], strict=True)
+    model = fusewright.optimize(Counting(), dims=DIMS, buckets={"batch": {4, 8}}, passes=[Sizes()], strict=True)
     x, t = torch.randn(batch, 3), torch.randn(1)
     torch.testing.assert_close(model(x, t), expected(x, t))
     return set(map(type, Sizes.seen))

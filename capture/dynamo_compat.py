@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -136,6 +137,18 @@ def model_raised(error: Exception) -> bool:
 def inside_transform() -> bool:
     """True inside a transform of `torch.func` (grad, vmap), around which Dynamo cannot start a graph."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def fully_shard_is_used() -> bool:
+    """True where the process holds a module that `fully_shard` was applied to.
+
+    It gathers weights into parameters of their own before each forward and leaves no sign that they have changed; from
+    a graph it cannot be seen which module they belong to.
+    """
+    fsdp, states = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "_composable_state"))
+    if fsdp is None or states is None:
+        return False
+    return any(isinstance(module, fsdp.FSDPModule) for module in list(states._module_state_mapping))
 
 
 def capture_lock() -> Any:

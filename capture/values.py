@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     """The fake tensor of `node`, or None where it is no node or holds something else."""
     value = value_of(node) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def device_of(args: Sequence[Any]) -> torch.device:
+    """Where a graph with these arguments runs: on the accelerator that a tensor lies on, else on the CPU.
+
+    Numbers such as a timestep often stay on the host while the work does not.
+    """
+    devices = [a.device for a in args if isinstance(a, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def shape_env_of(gm: fx.GraphModule) -> Any:

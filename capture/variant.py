@@ -39,7 +39,7 @@ class GraphVariant:
         launch: one by one, or captured into CUDA graphs and replayed (Inductor, CUDA, inference).
 
     Raises:
-        UserInputError: a lowering that CUDA graphs cannot be captured from.
+        UserInputError: a lowering or option that CUDA graphs cannot be captured from.
     """
 
     passes: tuple[str, ...] | None = None
@@ -52,6 +52,8 @@ class GraphVariant:
         object.__setattr__(self, "launch", to_enum(Launch, self.launch, "launch"))
         if self.launch is Launch.CUDA_GRAPHS and self.lowering is not Lowering.INDUCTOR:
             raise UserInputError(f"launch: cuda_graphs needs the lowering inductor, not {self.lowering.value}.")
+        if self.launch is Launch.CUDA_GRAPHS and ("cpp_wrapper", True) in self.options:
+            raise UserInputError("launch: cuda_graphs captures parts of a graph, which cpp_wrapper=True does not make.")
         if self.passes is not None:
             object.__setattr__(self, "passes", tuple(sorted(set(self.passes))))
         object.__setattr__(self, "options", tuple(sorted((str(k), v) for k, v in self.options)))

@@ -184,13 +184,16 @@ def store_export(
 Reproducer = Annotated[str, typer.Argument(help="Folder that a `verification` fallback names in explain")]
 
 
+AGREES = "agrees with eager here (frozen weights, passes of your own and CUDA graphs are not replayed)"
+
+
 @app.command("bisect", epilog="Example: fusewright bisect ~/.cache/fusewright/reproducers/3f2a9c")
 def bisect_reproducer(folder: Reproducer) -> None:
     """Name the pass and the rewrite after which a saved graph disagrees with eager; exits with 1 where one does."""
     from fusewright.report.faults import find_culprit, folder_of
 
     found = find_culprit(folder_of(folder), err)
-    out.print("agrees with eager on this machine" if found is None else str(found), markup=False)
+    out.print(AGREES if found is None else str(found), markup=False)
     raise typer.Exit(0 if found is None else 1)
 
 

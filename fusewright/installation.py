@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -132,8 +131,7 @@ def install(
         settings: the environment.
         like: a finished module with the same forward.
     """
-    unfit = functools.partial(_why_not_frozen, weakref.ref(model))
-    call, record = build(model._call_impl, type(model).__name__, _signature(model, like), options, settings, unfit)
+    call, record = build(model._call_impl, type(model).__name__, _signature(model, like), options, settings)
     handle = Handle(options, weakref.ref(model), record, _OVERRIDE.choose)
     model.__dict__["_compiled_call_impl"] = call
     model.__dict__[HANDLE] = handle
@@ -158,28 +156,16 @@ def install_function(function: Callable[..., Any], options: Options, settings: c
     return wrapped
 
 
-def _why_not_frozen(model: Callable[[], torch.nn.Module | None]) -> str | None:
-    """FSDP gathers weights into the same memory before each forward and leaves no sign that they have changed."""
-    fsdp, owner = sys.modules.get("torch.distributed.fsdp"), model()
-    if fsdp is None or owner is None:
-        return None
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    if not any(isinstance(part, kinds) for part in owner.modules()):
-        return None
-    return "FSDP writes the weights anew at each call, so that nothing computed from them can be kept"
-
-
 def build(
     call_impl: Callable[..., Any],
     name: str,
     signature: inspect.Signature,
     options: Options,
     settings: config.Settings,
-    why_not_frozen: Callable[[], str | None] = lambda: None,
 ) -> tuple[Callable[..., Any], Record]:
     """Return the optimized form of `call_impl` and its record; nothing is compiled before the first call."""
     record = Record()
-    services = replace(services_of(record, options, settings), why_not_frozen=why_not_frozen)
+    services = services_of(record, options, settings)
     front = FrontEnd(FusewrightBackend(services), record, options.dims, signature, options.strict)
     compiled = front.compile(call_impl, name)
     bump, bump_disabled, off = record.calls.bump, record.disabled_calls.bump, OFF

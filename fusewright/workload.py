@@ -18,7 +18,7 @@ from fusewright.trees import cast_floats
 
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
-LEARNING_RATE = 1e-3  # of the one step of descent that `observe_step` takes
+LEARNING_RATE = 1e-3  # of the steps of descent that `observe_step` takes
 ADVERSARIAL_SEED = 2**31 - 1
 """Passed as `seed` to `Workload.inputs` where a hostile draw is wanted: large magnitudes, masked rows, empty segments.
 

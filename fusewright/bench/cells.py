@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusewright.autotune.accuracy import SEEDS
-from fusewright.autotune.stats import Comparison
+from fusewright.autotune.stats import Comparison, Verdict
 from fusewright.autotune.timing import BASELINE, Plan, measure_pairs
 from fusewright.autotune.trial import Failure, Json, Progress, Provider, no_progress
 from fusewright.autotune.worker import DEFAULT_LIMITS, Limits, Worker
@@ -24,6 +24,7 @@ SUBJECT = "fusewright.bench.rivals:RivalSubject"
 MODES = ("inference", "training")
 CANDIDATES = ("eager", "fusewright")
 BEST = "compile_best"
+IDENTITY = ("workload", "family", "mode", "bucket", "cell")
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")
 
 SUITE_PLAN = Plan(budget_s=120.0, most_pairs=4)
@@ -111,7 +112,7 @@ class Suite:
                 with tempfile.TemporaryDirectory() as folder:
                     names = ("compile", *candidates_of(self.candidates, cell.mode))
                     providers = {name: cell.provider(name, pathlib.Path(folder)) for name in names}
-                    limits = limits or measure_limits()
+                    limits = limits or measure_limits(self.threads)
                     yield with_rates(self._measure(cell, providers), limits)
 
     def _measure(self, cell: SuiteCell, providers: Mapping[str, Provider]) -> list[Row]:
@@ -148,7 +149,7 @@ class Suite:
                 row["median_ms"] = round(finished[0].baseline_s * 1e3, 4) if finished else None
                 row["failure"] = None if measured.baseline_failure is None else str(measured.baseline_failure)
             else:
-                row |= _timing(measured.results[name])
+                row |= _timing(measured.results[name], measured.baseline_failure)
             rows.append(row)
         return rows + ([best_of(rows)] if BEST in self.candidates else [])
 
@@ -165,7 +166,9 @@ class Suite:
             row["proof"] = built.facts["proof"]
         if isinstance(built.facts.get("seconds"), dict):
             row["verify_s"] = round(built.facts["seconds"].get("verify", 0.0), 3)
-        if not isinstance(costs, Failure):
+        if isinstance(costs, Failure):
+            row["costs_failure"] = str(costs)
+        else:
             row |= {"peak_mb": round(costs["peak_mb"], 2), "flops": costs["flops"]}
         if isinstance(report, Failure):
             return row | {"accuracy": None, "accuracy_detail": str(report)}
@@ -187,21 +190,35 @@ def candidates_of(names: Sequence[str], mode: str) -> list[str]:
     return [name for name in dict.fromkeys(every) if mode == "inference" or name not in INFERENCE_ONLY]
 
 
+def rows_of(names: Sequence[str], mode: str) -> set[str]:
+    """The providers that a finished cell has rows of."""
+    return {"compile", *candidates_of(names, mode), *(name for name in names if name == BEST)}
+
+
 def best_of(rows: Sequence[Row]) -> Row:
     """A row `compile_best`: that of the fastest accurate setting of torch.compile, which `setting` names.
 
-    Its ratio is against the default, like every other; with several settings tried, the best looks a little too good.
+    It is the default unless a setting is proven faster. With several tried, the best looks a little too good.
     """
     tried = [r for r in rows if r["provider"] in ("compile", *BEST_OF) and r["accuracy"] is True and r.get("median_ms")]
     if not tried:
-        return dict(rows[0]) | {"provider": BEST, "setting": None, "failure": "no setting ran and was accurate"}
-    best = max(tried, key=lambda row: row.get("ratio_vs_compile", 1.0))
+        kept = {k: v for k, v in rows[0].items() if k in (*IDENTITY, *provenance(), "plan", "load")}
+        return kept | {"provider": BEST, "accuracy": None, "failure": "no setting ran and was accurate"}
+    faster = [row for row in tried if row.get("verdict") == Verdict.FASTER.value]
+    default = next((row for row in tried if row["provider"] == "compile"), None)
+    best = default if default is not None and not faster else max(faster or tried, key=_ratio_or_one)
     return dict(best) | {"provider": BEST, "setting": best["provider"]}
 
 
-def _timing(found: Comparison | Failure) -> Row:
+def _ratio_or_one(row: Row) -> float:
+    return float(row.get("ratio_vs_compile") or 1.0)
+
+
+def _timing(found: Comparison | Failure, baseline_failure: Failure | None) -> Row:
     if isinstance(found, Failure):
         return {"verdict": "undecided", "failure": str(found)}
+    if baseline_failure is not None and not found.rounds:
+        return {"verdict": "undecided", "failure": f"torch.compile, the baseline, failed: {baseline_failure}"}
     if not found.rounds or math.isnan(found.ratio):
         return {"verdict": "undecided", "failure": "not measured within the budget"}
     return {

@@ -12,8 +12,17 @@ COPIED = 2**26  # float32 elements, far beyond any cache
 LEAST_S = 0.2  # of timing for each figure
 
 
-def measure_limits() -> dict[str, float]:
+def measure_limits(threads: int | None = None) -> dict[str, float]:
     """Best rates on the CPU: `matmul_gflops` (float32, over shapes), `copy_gb_per_s` (read and write), `call_us`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return _measured()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured() -> dict[str, float]:
     with torch.no_grad():
         rates = []
         for m, n, k in SIZES:

@@ -23,6 +23,7 @@ def provenance(threads: int | None = None) -> Row:
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "machine": machine_name(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": threads or torch.get_num_threads(),
@@ -30,7 +31,7 @@ def provenance(threads: int | None = None) -> Row:
     }
 
 
-COMPARABLE_BY = ("torch", "cpu", "cores", "threads")
+COMPARABLE_BY = ("machine", "torch", "cpu", "threads")
 
 
 def check_same_place(rows: Sequence[Row], path: pathlib.Path) -> None:
@@ -42,19 +43,24 @@ def check_same_place(rows: Sequence[Row], path: pathlib.Path) -> None:
     here = provenance()
     for row in rows:
         for name in COMPARABLE_BY:
-            if row[name] != here[name]:
+            if row.get(name) != here[name]:
                 raise UserInputError(
-                    f"--resume: {path} holds rows with {name} {row[name]}, and here it is {here[name]}; "
+                    f"--resume: {path} holds rows with {name} {row.get(name)}, and here it is {here[name]}; "
                     "write to another file, or run where it was begun."
                 )
 
 
-def whole_cells(rows: Sequence[Row], providers: Collection[str]) -> set[str]:
-    """Cells that have a row for every provider; a kill may have cut the last one short."""
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each cell and provider: a cell that a kill cut short was measured again."""
+    return list({(row["cell"], row["provider"]): row for row in rows}.values())
+
+
+def whole_cells(rows: Sequence[Row], wanted: Mapping[str, Collection[str]]) -> set[str]:
+    """The cells of `wanted` that have a row for each of their providers."""
     seen: dict[str, set[str]] = {}
     for row in rows:
         seen.setdefault(row["cell"], set()).add(row["provider"])
-    return {cell for cell, found in seen.items() if found >= set(providers)}
+    return {cell for cell, providers in wanted.items() if seen.get(cell, set()) >= set(providers)}
 
 
 def with_rates(rows: list[Row], limits: Mapping[str, float]) -> list[Row]:

@@ -15,11 +15,12 @@ from rich.text import Text
 
 from fusewright.autotune.timing import Plan
 from fusewright.autotune.trial import Progress as Step
-from fusewright.bench.cells import BEST, CANDIDATES, Suite, plan_cells
-from fusewright.bench.rivals import INFERENCE_ONLY, PROVIDERS
-from fusewright.bench.rows import Row, append_rows, check_same_place, machine_name, read_rows, whole_cells
+from fusewright.bench.cells import BEST, CANDIDATES, Suite, plan_cells, rows_of
+from fusewright.bench.rivals import PROVIDERS
+from fusewright.bench.rows import Row, append_rows, check_same_place, machine_name, newest, read_rows, whole_cells
 from fusewright.errors import UserInputError, unknown_name
 
+OURS = ("fusewright", "fusewright_exact")
 SUITE = "benchmarks.workloads:COMPARABLE"
 
 
@@ -55,13 +56,16 @@ def run_bench(
         if name not in known:
             raise unknown_name("provider", name, known)
     cells = plan_cells(job or SUITE, only, modes, lengths)
+    if idle := next((mode for mode in modes if len(rows_of(providers, mode)) == 1), None):
+        raise UserInputError(f"--providers: nothing would run beside torch.compile in {idle}; name another one.")
     rows: list[Row] = []
     done: set[str] = set()
     if resume and output is not None:
         found = read_rows(output)
         check_same_place(found, output)
-        done = whole_cells(found, {"compile", *providers} - set(INFERENCE_ONLY))
-        rows = [row for row in found if row["cell"] in done]
+        wanted = {cell.name: rows_of(providers, cell.mode) for cell in cells}
+        done = whole_cells(found, wanted)
+        rows = [row for row in newest(found) if row["cell"] in done and row["provider"] in wanted[row["cell"]]]
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} cells"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("starting", total=len(cells))
@@ -90,7 +94,7 @@ def table(rows: Sequence[Row]) -> Group:
         mine = [row for row in rows if row["cell"] == cell]
         for row in mine:
             drawn.add_row(_name(row), _ms(row), _ratio(row), row.get("verdict", ""), _accuracy(row))
-        work = [_work(row) for row in mine if row["provider"] == "fusewright"]
+        work = [_work(row) for row in mine if row["provider"] in OURS]
         parts += [Text(cell, style="bold"), drawn, Text("\n".join(f"rewritten: {text}\n" for text in work))]
     return Group(*parts, Text(summary(rows)))
 
@@ -118,8 +122,6 @@ def _accuracy(row: Row) -> str:
 
 
 def _work(row: Row) -> str:
-    if row["provider"] != "fusewright":
-        return ""
     rewrites = ", ".join(f"{name} {n}" for name, n in row.get("rewrites", {}).items()) or "nothing"
     verified = row.get("verified", [])
     good = sum(v["ok"] is True for v in verified)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from fusewright.errors import UserInputError
 from fusewright.runtime.reproducer import write_reproducer
 from fusewright.tools.bisect import Culprit, bisect
 from fusewright.tools.minify import Fails, fails_by_passes, minify
+from fusewright.tools.oracle import context_of, forward_passes
 from fusewright.tools.replay import compare_lowered, lowered_mismatch, variant_of
 from fusewright.tools.reproduced import load
 
@@ -26,18 +28,28 @@ def find_culprit(folder: pathlib.Path, console: Console) -> Culprit | None:
         console: told what is going on.
 
     Returns:
-        None where everything agrees on this machine and these versions.
+        None where everything agrees on this machine and these versions. Frozen weights, passes of the user's own and
+        launches by CUDA graphs are not replayed.
 
     Raises:
         UserInputError: the folder is no reproducer.
     """
     taken, variant = load(folder), variant_of(folder)
+    passes = forward_passes(context_of(taken.inputs))
+    if variant.passes is not None:
+        passes = tuple(one for one in passes if one.name in variant.passes)
     with console.status("rewriting, and comparing in eager"):
-        found = bisect(taken.graph, taken.inputs)
+        found = bisect(taken.graph, taken.inputs, passes=passes)
     if found is not None:
         return found
     with console.status(f"no rewrite is wrong in eager; lowering each half by {variant.label()}"):
-        return bisect(taken.graph, taken.inputs, verdict=lowered_mismatch(variant))
+        found = bisect(taken.graph, taken.inputs, passes=passes, verdict=lowered_mismatch(variant))
+        if found is not None:
+            return found
+        whole = compare_lowered(taken.graph, taken.inputs, variant)
+    if whole.ok is not False:
+        return None
+    return Culprit("of a later stage", None, "", f"only after autograd does it disagree: {whole.detail}", (), 1)
 
 
 def shrink(folder: pathlib.Path, output: pathlib.Path, console: Console) -> tuple[pathlib.Path, int, int]:
@@ -63,7 +75,25 @@ def shrink(folder: pathlib.Path, output: pathlib.Path, console: Console) -> tupl
     assert kept.best is not None, "minify raises where the whole graph does not fail"
     graph, args = kept.best
     small = CapturedGraph.build(graph, list(args), {})
-    return write_reproducer(output, small, args, variant), len(taken.graph.graph.nodes), len(graph.graph.nodes)
+    written = write_reproducer(writable(output), small, args, variant)
+    again = load(written)
+    assert fails(again.graph, again.inputs), f"{written} does not fail any more when it is read back"
+    return written, len(taken.graph.graph.nodes), len(graph.graph.nodes)
+
+
+def writable(output: pathlib.Path) -> pathlib.Path:
+    """`output`, made if need be.
+
+    Raises:
+        UserInputError: it cannot be written to.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserInputError(f"--output: {output} cannot be made: {error.strerror}.") from error
+    if not os.access(output, os.W_OK):
+        raise UserInputError(f"--output: {output} cannot be written to.")
+    return output
 
 
 class _Kept:

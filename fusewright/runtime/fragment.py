@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import sympy
 import torch
 
-from fusewright.capture.dynamo_compat import capture_lock
+from fusewright.capture.dynamo_compat import capture_lock, fully_shard_is_used
 from fusewright.capture.graph import CapturedGraph
 from fusewright.capture.record import Record, Verdict
 from fusewright.capture.shapes import Axis, Buckets, ShapeBucket
+from fusewright.capture.values import device_of
 from fusewright.capture.variant import GraphVariant, Launch
 from fusewright.config import Verify
 from fusewright.errors import DimsError, FallbackError, UserInputError, VerificationError
@@ -34,16 +35,13 @@ from fusewright.runtime.verdicts import VerdictFolder, verdict_key
 from fusewright.runtime.verify import Comparison, EagerRaisedError, verify
 
 Callee = Callable[..., Any]
+REPLAYED = 3  # calls that warm a CUDA graph up, capture it, and replay it
 Choose = Callable[[str, ShapeBucket, torch.device], GraphVariant]
 
 
 @dataclass(frozen=True)
 class Services:
-    """What a fragment needs from the optimized model it belongs to.
-
-    Attributes:
-        why_not_frozen: asked at each lowering: why values computed from the weights must not be kept, or None.
-    """
+    """What a fragment needs from the optimized model it belongs to."""
 
     pipeline: Pipeline
     record: Record
@@ -52,8 +50,7 @@ class Services:
     verdicts: VerdictFolder
     verify: Verify = Verify.FIRST_CALL
     strict: bool = False
-    graph_pool: GraphPool = field(default_factory=GraphPool)
-    why_not_frozen: Callable[[], str | None] = lambda: None
+    graph_pools: dict[torch.device, GraphPool] = field(default_factory=lambda: defaultdict(GraphPool))
 
 
 class Fragment:
@@ -230,9 +227,9 @@ class Fragment:
     def _lower(self, variant: GraphVariant, bucket: ShapeBucket, args: Sequence[Any], label: str) -> Lowered:
         services = self.services
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        device = device_of(args).type
-        ctx = PassContext(bucket, device, training, self._may_freeze(label))
-        refusal = why_not_captured(variant, device, training)
+        device = device_of(args)
+        ctx = PassContext(bucket, device.type, training, self._may_freeze(label, training))
+        refusal = why_not_captured(variant, device.type, training, services.verify)
         if refusal is not None:
             self._fall_back("launch", label, refusal)
             variant = replace(variant, launch=Launch.PLAIN)
@@ -250,9 +247,9 @@ class Fragment:
             gm, result = services.pipeline.rewrite(self.captured.copy, passes[Stage.FORWARD], ctx, label)
             self._report(result, label)
         hooks = self._hooks(passes, ctx, label)
-        with self._timed("lower"), self._regions(variant, label) as regions:
+        with self._timed("lower"), self._regions(variant, device, label) as regions:
             inputs = bucket_inputs(self.captured, args, bucket, self.axis_symbols)
-            if ctx.frozen_weights and not training:
+            if ctx.frozen_weights:
                 report = functools.partial(self._fall_back, "frozen_weights", label)
                 call, mutated = lower_frozen(gm, inputs, variant, hooks, args, eager=self.captured.gm, report=report)
             else:
@@ -261,7 +258,8 @@ class Fragment:
         if separate is not None and not separate(args):
             return self._overlapping(separate, label)
         with self._timed("verify"):
-            verdict = self._judge(call, args, mutated, training, key, known, label)
+            runs = REPLAYED if regions else 1
+            verdict = self._judge(call, args, mutated, training, key, known, label, runs)
         checked = self._checked(call, mutated, training, label)
         return Lowered(checked, variant, both(separate, guard), verdict, regions)
 
@@ -274,14 +272,15 @@ class Fragment:
 
         return {stage: hook(stage) for stage in (Stage.JOINT, Stage.POST_GRAD) if passes[stage]}
 
-    def _may_freeze(self, label: str) -> bool:
-        """Whether the user promised frozen weights and nothing speaks against it."""
-        if not self.services.pipeline.frozen_weights:
+    def _may_freeze(self, label: str, training: bool) -> bool:
+        """Whether weights count as frozen: promised by the user, for inference, and nothing speaks against it."""
+        if not self.services.pipeline.frozen_weights or training:
             return False
-        reason = self.services.why_not_frozen()
-        if reason is not None:
+        sharded = fully_shard_is_used()
+        if sharded:
+            reason = "fully_shard gathers weights anew at each call, so that nothing computed from them can be kept"
             self._fall_back("frozen_weights", label, reason)
-        return reason is None
+        return not sharded
 
     def _fall_back(self, kind: str, label: str, reason: str) -> None:
         """Count a fallback, or raise it under strict."""
@@ -290,16 +289,19 @@ class Fragment:
         self.services.record.add_fallback(kind, label, reason)
 
     @contextlib.contextmanager
-    def _regions(self, variant: GraphVariant, label: str) -> Iterator[Sequence[RegionRunner]]:
+    def _regions(self, variant: GraphVariant, device: torch.device, label: str) -> Iterator[Sequence[RegionRunner]]:
         """The regions of what is lowered inside the block, where `variant` asks for CUDA graphs."""
         if variant.launch is Launch.PLAIN:
             yield ()
             return
-        report = functools.partial(self._fall_back, "launch", label)
-        with captured_regions(self.services.graph_pool, report) as regions:
+        # a call that runs plainly is counted also under strict: it is found out in the middle of the call
+        count = functools.partial(self.services.record.add_fallback, "launch", label)
+        with captured_regions(self.services.graph_pools[device], count) as regions:
             yield regions
         if not regions:
-            report("Inductor found no part that a CUDA graph can hold")
+            self._fall_back(
+                "launch", label, "Inductor gave no part of it to CUDA graphs (TORCH_LOGS=perf_hints says why)"
+            )
 
     def _overlapping(self, separate: Test, label: str) -> Lowered:
         """The entry for calls whose arguments overlap and are changed: eager, the only order of reads that is right."""
@@ -327,14 +329,18 @@ class Fragment:
         key: str,
         known: dict[str, Any] | None,
         label: str,
+        runs: int,
     ) -> Comparison:
-        """Compare with eager, unless an earlier process did; a verdict either way is kept for the next."""
+        """Compare `runs` calls with eager, unless an earlier process did; a verdict is kept for the next."""
         if self.services.verify is Verify.OFF:
             return Comparison(None, "verify is off", "")
         if known is not None:
             verdict = Comparison(True, f"{known['what']} (verified earlier)", known["detail"])
         else:
-            verdict = verify(self.captured.gm, call, args, mutated, training=training)
+            for _ in range(runs):
+                verdict = verify(self.captured.gm, call, args, mutated, training=training)
+                if verdict.ok is not True:
+                    break
             if verdict.ok is not None:
                 record = {"ok": verdict.ok, "what": verdict.what, "detail": verdict.detail, "graph": label}
                 self.services.verdicts.write(key, record)
@@ -374,11 +380,6 @@ class Fragment:
         record.add_passes(Counter(result.rewrites), Counter(result.recognised), Counter(result.declines))
         for name, reason in result.failures:
             record.add_fallback("pass", label, f"{name}: {reason}")
-
-
-def device_of(args: Sequence[Any]) -> torch.device:
-    """Where a graph with these arguments runs: where its first tensor lies."""
-    return next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
 
 
 def _never(*args: Any) -> Any:

@@ -36,9 +36,14 @@ def write_reproducer(
     captured.copy().to_folder(folder / "graph", "Captured")
     (folder / "fingerprint.txt").write_text(fingerprint_text(captured.gm))
     (folder / "variant.json").write_text(variant.to_json())
-    plain = [a.detach().clone() if isinstance(a, torch.Tensor) else int(a) for a in args]
+    plain = [a.detach().clone() if isinstance(a, torch.Tensor) else _number(a) for a in args]
     torch.save(
         {"args": plain, "grads": [isinstance(a, torch.Tensor) and a.requires_grad for a in args]}, folder / "inputs.pt"
     )
     (folder / "run.py").write_text(_SCRIPT.format(name=folder.name))
     return folder
+
+
+def _number(value: Any) -> int | float:
+    """A Python number: floats and truth values stay what they are, symbolic integers get their value."""
+    return value if isinstance(value, int | float) else int(value)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusewright.capture.record import Tick
 from fusewright.capture.shapes import ShapeBucket
-from fusewright.capture.variant import GraphVariant, Lowering
+from fusewright.capture.variant import GraphVariant, Launch, Lowering
 from fusewright.runtime.cudagraph.runner import RegionRunner
 from fusewright.runtime.verify import Comparison
 
@@ -55,7 +55,7 @@ def ladder(asked: GraphVariant) -> list[GraphVariant]:
     switch for them but `pattern_matcher`.
     """
     safe = (("pattern_matcher", False),)
-    steps = [asked]
+    steps = [asked, replace(asked, launch=Launch.PLAIN)]
     if asked.lowering is Lowering.INDUCTOR:
         steps.append(GraphVariant(asked.passes, Lowering.INDUCTOR, safe))
         steps.append(GraphVariant((), Lowering.INDUCTOR, safe))

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fusewright.capture.graph import copy_graph
+from fusewright.capture.values import device_of
 from fusewright.config import Numerics, Settings, Verify
 from fusewright.numerics import compare_trees
 from fusewright.passes.base import Pass, PassContext, Stage
@@ -69,10 +70,9 @@ class Rewriter:
 
 
 def context_of(args: Sequence[Any]) -> PassContext:
-    """What passes are told by default: the device of the first tensor, training where one requires a gradient."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    device = tensors[0].device.type if tensors else "cpu"
-    return PassContext(device=device, training=any(t.requires_grad for t in tensors))
+    """What passes are told by default: the device of the tensors, training where one requires a gradient."""
+    training = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
+    return PassContext(device=device_of(args).type, training=training)
 
 
 def forward_passes(ctx: PassContext) -> tuple[Pass, ...]:

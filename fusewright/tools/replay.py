@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fusewright.capture.graph import CapturedGraph
-from fusewright.capture.variant import GraphVariant
+from fusewright.capture.variant import GraphVariant, Launch
 from fusewright.config import read_settings
 from fusewright.passes.base import Stage
 from fusewright.pipeline.order import ORDER
@@ -19,7 +19,7 @@ from fusewright.runtime.fakes import bucket_inputs
 from fusewright.runtime.lower import GraphHook, lower
 from fusewright.runtime.verify import Comparison, verify
 from fusewright.tools.oracle import Verdict, context_of
-from fusewright.tools.reproduced import load
+from fusewright.tools.reproduced import check_folder, load
 
 
 def replay(folder: pathlib.Path) -> Comparison:
@@ -39,8 +39,14 @@ def replay(folder: pathlib.Path) -> Comparison:
 
 
 def variant_of(folder: pathlib.Path) -> GraphVariant:
-    """The variant that a reproducer was written for."""
-    return GraphVariant.from_json((folder / "variant.json").read_text())
+    """The variant that a reproducer was written for, launched plainly: a single call would only warm a CUDA graph up.
+
+    Raises:
+        UserInputError: the folder is no reproducer.
+    """
+    check_folder(folder)
+    variant = GraphVariant.from_json((folder / "variant.json").read_text())
+    return dataclasses.replace(variant, launch=Launch.PLAIN)
 
 
 def lowered_mismatch(variant: GraphVariant) -> Verdict:

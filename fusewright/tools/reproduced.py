@@ -25,9 +25,7 @@ def load(folder: pathlib.Path) -> Capture:
     Raises:
         UserInputError: the folder is no reproducer.
     """
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
-        raise UserInputError(f"folder: {folder} is no reproducer; it lacks {', '.join(missing)}.")
+    check_folder(folder)
     saved = torch.load(folder / "inputs.pt", weights_only=True)
     args = tuple(
         a.requires_grad_(grad) if isinstance(a, torch.Tensor) else a
@@ -41,6 +39,17 @@ def load(folder: pathlib.Path) -> Capture:
     gm = fx.symbolic_trace(module.Captured())
     fill_values(gm, args)
     return Capture(gm, args)
+
+
+def check_folder(folder: pathlib.Path) -> None:
+    """Refuse a folder that `runtime.reproducer.write_reproducer` did not write.
+
+    Raises:
+        UserInputError: naming what it lacks.
+    """
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
+        raise UserInputError(f"folder: {folder} is no reproducer; it lacks {', '.join(missing)}.")
 
 
 def fill_values(gm: fx.GraphModule, args: Sequence[Any]) -> None:

@@ -168,4 +168,6 @@ def test_weights_that_fsdp_gathers_are_never_taken_for_frozen(ranks: list[dict[s
         for found, expected in result["frozen"]["results"]:
             torch.testing.assert_close(found, expected)
         reasons = [f["reason"] for f in result["frozen"]["fallbacks"] if f["kind"] == "frozen_weights"]
-        assert reasons == ["FSDP writes the weights anew at each call, so that nothing computed from them can be kept"]
+        assert reasons == [
+            "fully_shard gathers weights anew at each call, so that nothing computed from them can be kept"
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -101,6 +102,13 @@ def test_flops_are_those_of_the_eager_step() -> None:
     made = subject(training=True)
     assert made.costs()["flops"] == 3 * 2 * 4 * (8 * 16 + 16 * 4)
     assert made.model is not made.eager
+
+
+def test_flops_that_the_workload_names_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = dataclasses.replace(TOY, flops=lambda length, mode: length * {"inference": 10.0, "training": 30.0}[mode])
+    monkeypatch.setattr("tests.autotune.torch_providers.OWN", own, raising=False)
+    assert subject(training=False, source=f"{HERE}:OWN").costs()["flops"] == 40
+    assert subject(training=True, source=f"{HERE}:OWN").costs()["flops"] == 120
 
 
 def test_peak_memory_counts_tensors_that_live_at_once() -> None:

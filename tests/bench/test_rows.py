@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusewright.bench.rows import append_rows, check_same_place, provenance, read_rows, whole_cells, with_rates
+from fusewright.bench.rows import append_rows, check_same_place, newest, provenance, read_rows, whole_cells, with_rates
 from fusewright.errors import UserInputError
 
 
@@ -32,11 +32,16 @@ def test_a_line_that_a_kill_cut_short_costs_its_own_row_only(tmp_path: pathlib.P
 
 def test_a_cell_is_done_when_every_provider_has_a_row() -> None:
     rows = [row("a", "compile"), row("a", "fusewright"), row("b", "compile")]
-    assert whole_cells(rows, ("compile", "fusewright")) == {"a"}
-    assert whole_cells(rows, ("compile",)) == {"a", "b"}
+    assert whole_cells(rows, dict.fromkeys("abc", ("compile", "fusewright"))) == {"a"}
+    assert whole_cells(rows, {"a": ("compile", "fusewright"), "b": ("compile",)}) == {"a", "b"}
 
 
-@pytest.mark.parametrize("name", ["torch", "cpu", "cores", "threads"])
+def test_a_cell_that_was_measured_again_counts_once() -> None:
+    rows = [row("a", "compile", n=1), row("b", "compile", n=2), row("a", "compile", n=3)]
+    assert [(r["cell"], r["n"]) for r in newest(rows)] == [("a", 3), ("b", 2)]
+
+
+@pytest.mark.parametrize("name", ["machine", "torch", "cpu", "threads"])
 def test_another_machine_or_version_is_refused(name: str, tmp_path: pathlib.Path) -> None:
     check_same_place([row("a", "compile")], tmp_path)
     with pytest.raises(UserInputError, match=f"--resume: .* holds rows with {name} other"):

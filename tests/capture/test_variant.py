@@ -56,6 +56,8 @@ def test_wrong_input() -> None:
 def test_cuda_graphs_are_captured_from_inductor_only() -> None:
     with pytest.raises(UserInputError, match="cuda_graphs needs the lowering inductor, not eager"):
         GraphVariant(lowering=Lowering.EAGER, launch=Launch.CUDA_GRAPHS)
+    with pytest.raises(UserInputError, match="cpp_wrapper=True"):
+        GraphVariant(options=(("cpp_wrapper", True),), launch=Launch.CUDA_GRAPHS)
 
 
 def test_the_simpler_variant_is_smaller() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -78,3 +80,41 @@ def test_sizes_between_share_a_bucket() -> None:
         ("batch=8", 2),
     ]
     assert (told["fallbacks"], told["dynamo_frames"]) == ([], 1)
+
+
+class Normed(nn.Module):
+    """What frozen weights fold, a size beside it, and where `breaks`, the size on the other side of a graph break."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.breaks = nn.Linear(3, 3), nn.BatchNorm1d(3), breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, 3) -> (B, 3)."""
+        batch = x.shape[0]
+        y = self.norm(self.linear(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return y * batch + torch.arange(batch, dtype=x.dtype).view(-1, 1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_exact_sizes_in_every_kind_of_graph(training: bool, breaks: bool, frozen: bool) -> None:
+    cheap = GraphVariant(lowering=Lowering.AOT_EAGER)
+    eager = Normed(breaks).train(training)
+    model = optimize_with(
+        copy.deepcopy(eager), choose=lambda *_: cheap, dims=DIMS, buckets={"batch": {4, 8}}, frozen_weights=frozen
+    )
+    for batch in (4, 8, 6, 4):
+        x = torch.randn(batch, 3)
+        with torch.set_grad_enabled(training):
+            found, right = model(x), eager(x)
+        torch.testing.assert_close(found, right)
+        if training:
+            for result in (found, right):
+                result.square().sum().backward()
+            torch.testing.assert_close(model.linear.weight.grad, eager.linear.weight.grad)
+    kinds = {fallback["kind"] for fallback in fusewright.explain(model).to_dict()["fallbacks"]}
+    assert kinds == ({"graph_break"} if breaks else set())

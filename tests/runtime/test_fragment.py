@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusewright.capture.shapes import ShapeBucket
-from fusewright.capture.variant import GraphVariant, Lowering
+from fusewright.capture.variant import GraphVariant, Launch, Lowering
 from fusewright.errors import DimsError, UnknownNameError
 from fusewright.runtime.fragment import Fragment
 from fusewright.runtime.slot import EAGER, both, ladder
@@ -100,6 +100,8 @@ def test_a_wrong_option_of_a_variant_is_an_error_not_a_fallback(make: Any) -> No
 
 
 def test_the_ladder_suspects_torchs_patterns_first_and_ends_without_inductor() -> None:
+    graphs = GraphVariant(launch=Launch.CUDA_GRAPHS)
+    assert ladder(graphs) == [graphs, *ladder(GraphVariant())]
     steps = ladder(GraphVariant())
     assert [step.lowering for step in steps] == [Lowering.INDUCTOR] * 3 + [Lowering.AOT_EAGER]
     assert steps[0] == GraphVariant()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,12 +13,17 @@ from torch import nn
 
 import fusewright
 from fusewright.api import optimize_with
-from fusewright.capture.variant import GraphVariant, Launch
+from fusewright.capture.variant import GraphVariant, Launch, Lowering
+from fusewright.config import Verify
 from fusewright.errors import FallbackError
+from fusewright.runtime import fragment
+from fusewright.runtime.cudagraph.launch import _aligned, why_not_captured
+from fusewright.runtime.fragment import Fragment
 from tests.nullgpu.child import mark
 from tests.nullgpu.harness import Result, run_in_null_gpu
 
 CAPTURED = GraphVariant(launch=Launch.CUDA_GRAPHS)
+PRETENDED = GraphVariant((), Lowering.AOT_EAGER)
 CALLS = 6
 
 
@@ -141,3 +149,52 @@ def test_without_a_gpu_it_is_an_error_under_strict() -> None:
     model = optimized(Gated().eval(), strict=True)
     with torch.no_grad(), pytest.raises(FallbackError, match="launch: CUDA graphs need a CUDA device"):
         model(torch.randn(8, 64))
+
+
+def test_a_replay_is_compared_with_eager_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path))
+    calls = 0
+
+    def third_call_wrong(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return [out + (calls == 3) for out in call(*args)]
+
+        return run
+
+    @contextlib.contextmanager
+    def one_region(self: Fragment, variant: GraphVariant, *_: Any) -> Iterator[list[str]]:
+        yield ["a region"] if variant == PRETENDED else []
+
+    real = fragment.lower
+    monkeypatch.setattr(Fragment, "_regions", one_region)
+    monkeypatch.setattr(fragment, "lower", lambda *args: (third_call_wrong(real(*args)[0]), None))
+    model, x = Gated().eval(), torch.randn(8, 64)
+    with torch.no_grad():
+        expected = model(x)
+        optimize_with(model, choose=lambda *_: PRETENDED)
+        torch.testing.assert_close(model(x), expected)
+    assert [f["kind"] for f in fusewright.explain(model).to_dict()["fallbacks"]] == ["verification"]
+
+
+def test_comparing_every_call_rules_graphs_out() -> None:
+    assert why_not_captured(CAPTURED, "cuda", False, Verify.FIRST_CALL) is None
+    reason = why_not_captured(CAPTURED, "cuda", False, Verify.ALWAYS)
+    assert reason is not None
+    assert "verify='always'" in reason
+
+
+def test_what_lies_askew_is_copied_and_written_back() -> None:
+    askew, straight = torch.zeros(9)[1:], torch.ones(8)
+
+    def region(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in inputs)
+        inputs[0].add_(inputs[1])
+        return [inputs[0] * 2]
+
+    (out,) = _aligned(region, {0})(askew, straight)
+    assert torch.equal(askew, torch.ones(8))
+    assert torch.equal(out, torch.full((8,), 2.0))

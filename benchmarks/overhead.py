@@ -65,7 +65,7 @@ class Row:
     ok: bool
 
 
-def _aot_eager(fingerprint: str, bucket: ShapeBucket) -> GraphVariant:
+def _aot_eager(fingerprint: str, bucket: ShapeBucket, device: torch.device) -> GraphVariant:
     return GraphVariant(lowering=Lowering.AOT_EAGER)
 
 

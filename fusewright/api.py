@@ -58,9 +58,8 @@ def optimize(
     Args:
         model: an `nn.Module` or a function of tensors.
         dims: names of dynamic dimensions: argument -> dimension -> name, `{"input_ids": {1: "tokens"}}`.
-        buckets: for a named dimension, ascending upper edges `{"tokens": [128, 512]}` or joined ranges, or a set of
-            exact sizes `{"tokens": {128, 512}}`, each lowered for that size alone; sizes between two of them share a
-            bucket. Each bucket is lowered on its first call. Without edges a named dimension is one open bucket.
+        buckets: for a named dimension, ascending upper edges `{"tokens": [128, 512]}`, joined ranges, or a set of exact
+            sizes, each lowered for itself; each bucket is lowered on its first call. Default: one open bucket.
         numerics: "exact", "reassociated" (default) or "lossy": loosest tier of our rewrites, not of Inductor's own.
         effort: "none"; tuning inside the process is not offered, use `fusewright tune`.
         store: tuning store (path or URL) whose winners are used; default: where `fusewright tune` writes.

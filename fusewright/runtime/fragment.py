@@ -249,7 +249,7 @@ class Fragment:
         hooks = self._hooks(passes, ctx, label)
         with self._timed("lower"), self._regions(variant, device, label) as regions:
             inputs = bucket_inputs(self.captured, args, bucket, self.axis_symbols)
-            if ctx.frozen_weights:
+            if ctx.frozen_weights and not training:
                 report = functools.partial(self._fall_back, "frozen_weights", label)
                 call, mutated = lower_frozen(gm, inputs, variant, hooks, args, eager=self.captured.gm, report=report)
             else:
@@ -273,9 +273,12 @@ class Fragment:
         return {stage: hook(stage) for stage in (Stage.JOINT, Stage.POST_GRAD) if passes[stage]}
 
     def _may_freeze(self, label: str, training: bool) -> bool:
-        """Whether weights count as frozen: promised by the user, for inference, and nothing speaks against it."""
+        """Whether weights count as frozen: promised by the user, and in inference nothing speaks against it.
+
+        In training the passes themselves decline, each with its reason.
+        """
         if not self.services.pipeline.frozen_weights or training:
-            return False
+            return self.services.pipeline.frozen_weights
         sharded = fully_shard_is_used()
         if sharded:
             reason = "fully_shard gathers weights anew at each call, so that nothing computed from them can be kept"

@@ -1,4 +1,4 @@
-"""The fake value that a graph node stands for, whoever traced the graph."""
+"""What graphs stand for: the fake value of a node, whoever traced it, and the device of a call's arguments."""
 
 from __future__ import annotations
 

@@ -46,6 +46,11 @@ class SuiteCell:
         """For people and for `--resume`."""
         return f"{self.workload} {self.mode} {self.length_name}={self.length}"
 
+    def identity(self) -> Row:
+        """What names the cell in a row."""
+        bucket = f"{self.length_name}={self.length}"
+        return dict(zip(IDENTITY, (self.workload, self.family, self.mode, bucket, self.name), strict=True))
+
     def provider(self, name: str, folder: pathlib.Path) -> Provider:
         """How a worker gets this cell run by provider `name`, with all its caches below `folder`.
 
@@ -94,6 +99,7 @@ class Suite:
         plan: how long a cell is measured.
         limits: what a worker may use.
         threads: of every process alike; None leaves torch's default.
+        candidates: the providers that run beside torch.compile.
         progress: told what is going on.
     """
 
@@ -127,11 +133,8 @@ class Suite:
             threads=self.threads,
             progress=self.progress,
         )
-        shared = (
-            self._identity(cell)
-            | provenance(self.threads)
-            | {"load": [round(load_before, 2), round(os.getloadavg()[0], 2)]}
-        )
+        load = [round(load_before, 2), round(os.getloadavg()[0], 2)]
+        shared = cell.identity() | provenance(self.threads) | {"load": load}
         rows = []
         # of fusewright's comparison where there is one: its pairs are those that the ratio beside it comes from
         order = sorted(measured.results.items(), key=lambda item: item[0] != "fusewright")
@@ -173,15 +176,6 @@ class Suite:
         if isinstance(report, Failure):
             return row | {"accuracy": None, "accuracy_detail": str(report)}
         return row | {"accuracy": report["ok"], "accuracy_detail": report["reason"]}
-
-    def _identity(self, cell: SuiteCell) -> Row:
-        return {
-            "workload": cell.workload,
-            "family": cell.family,
-            "mode": cell.mode,
-            "bucket": f"{cell.length_name}={cell.length}",
-            "cell": cell.name,
-        }
 
 
 def candidates_of(names: Sequence[str], mode: str) -> list[str]:

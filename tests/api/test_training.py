@@ -89,7 +89,8 @@ def test_accumulation_clipping_and_scaler() -> None:
             losses.append(loss.item())
         return losses
 
-    compare_losses(loop)
+    model = compare_losses(loop)
+    assert fusewright.explain(model).to_dict()["calls"] == STEPS
 
 
 def test_autocast_training() -> None:
@@ -145,7 +146,8 @@ def test_layers_frozen_and_thawed_between_steps() -> None:
             losses.append(loss.item())
         return losses
 
-    compare_losses(loop)
+    model = compare_losses(loop)
+    assert fusewright.explain(model).to_dict()["calls"] == STEPS
 
 
 class Checkpointed(nn.Module):
@@ -174,7 +176,8 @@ def plain_loop(model: nn.Module) -> list[float]:
 
 
 def test_checkpointing_inside_the_model() -> None:
-    compare_losses(plain_loop, Checkpointed)
+    data = fusewright.explain(compare_losses(plain_loop, Checkpointed)).to_dict()
+    assert data["dispatched"] == data["calls"] == 3  # the recomputation is part of the graph's backward
 
 
 class Outer(nn.Module):

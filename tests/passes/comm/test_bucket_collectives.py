@@ -297,7 +297,11 @@ def random_program(seed: int, ranks: int) -> Traced:
 def test_random_programs_keep_their_bits(seed: int) -> None:
     ranks = 2 + seed % 2
     gm = trace(random_program(seed, ranks), (ranks * 2, 3), (ranks, 3), (1, 3), (ranks * 3, 3))
-    bucketed(gm, ranks, cap_bytes=[1 << 20, 300][seed % 4 == 0])
+    before = calls(gm, ALL_GATHER) + calls(gm, REDUCE_SCATTER)
+    made, _ = bucketed(gm, ranks, cap_bytes=[1 << 20, 300][seed % 4 == 0])
+    fewer = before - calls(gm, ALL_GATHER) - calls(gm, REDUCE_SCATTER)
+    assert fewer >= made
+    assert (fewer > 0) == (made > 0)
 
 
 def test_random_programs_do_get_buckets() -> None:

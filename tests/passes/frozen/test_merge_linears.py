@@ -60,7 +60,8 @@ def test_gate_and_up_stay_slices() -> None:
 
 
 def test_one_weight_used_twice() -> None:
-    merged(lambda layers, x: layers[0](x) * 2 - layers[0](x) * 3 + layers[1](x), widths=(4, 4))
+    report = merged(lambda layers, x: layers[0](x) * 2 - layers[0](x) * 3 + layers[1](x), widths=(4, 4))
+    assert (report.before.code.count("linear("), report.after.code.count("linear(")) == (3, 1)
 
 
 def test_half_precision() -> None:

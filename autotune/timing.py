@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,15 @@ DEFAULT_PLAN = Plan()
 NOT_MEASURED = Comparison(math.nan, 0.0, math.inf, 0, 0, compare([[1.0]], [[1.0]]).verdict)
 
 
+def shuffled(names: Sequence[str], turn: int) -> list[str]:
+    """An order for one round, the same each time it is asked for.
+
+    A rotation would do for two. Of more, each would run after the same one in nearly every round, and inherit what that
+    one leaves in the caches.
+    """
+    return random.Random(turn).sample(list(names), len(names))
+
+
 def measure_pairs(
     candidates: Mapping[str, Provider],
     baseline: Provider,
@@ -97,7 +107,7 @@ def measure_pairs(
     progress: Callable[[Progress], None] = no_progress,
     on_pair: Callable[[Results], object] = dict,
 ) -> Measurement:
-    """Measure every candidate against the baseline in rounds, A B C then B C A and so on.
+    """Measure every candidate against the baseline in rounds, each round in an order of its own.
 
     A candidate that fails drops out with its record and costs the others nothing; one that is settled takes no further
     part. What neither fails nor becomes narrow within the budget is `undecided`, unless its interval proves a
@@ -175,7 +185,7 @@ class _Run:
                     return
                 if turn >= MIN_ROUNDS and (self._spent_s() > until_s or self._is_quiet(order, samples, turn)):
                     break
-                self._turn(order[turn % len(order) :] + order[: turn % len(order)], workers, calls, samples)
+                self._turn(shuffled(order, turn), workers, calls, samples)
                 self._tell(pair, turn)
         for name in live:
             if name in self.failures or BASELINE in self.failures:

@@ -27,7 +27,6 @@ from fusewright.bench.cells import SuiteCell, plan_cells
 from fusewright.bench.rows import append_rows
 
 RIVALS = ("compile", "compile_dynamic")
-SIDES = (*RIVALS, "fusewright")
 
 
 def start(cell: SuiteCell, side: str, folder: pathlib.Path) -> dict[str, Any]:
@@ -40,22 +39,23 @@ def start(cell: SuiteCell, side: str, folder: pathlib.Path) -> dict[str, Any]:
     return {"first_step_s": built.first_step_s, "verify_s": seconds.get("verify", 0.0)}
 
 
-def measure(cell: SuiteCell, repeats: int) -> dict[str, Any]:
-    """Median ratios over `repeats` against each rival, cold and warm, with verification left out."""
+def measure(cell: SuiteCell, repeats: int, ours: str) -> dict[str, Any]:
+    """Median ratios of `ours` over `repeats` against each rival, cold and warm, with verification left out."""
+    sides = (*RIVALS, ours)
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for repeat in range(repeats):
         with tempfile.TemporaryDirectory() as root:
-            order = SIDES[repeat % len(SIDES) :] + SIDES[: repeat % len(SIDES)]
+            order = sides[repeat % len(sides) :] + sides[: repeat % len(sides)]
             for phase in ("cold", "warm"):
                 found = {side: start(cell, side, pathlib.Path(root)) for side in order}
                 net = {side: s["first_step_s"] - s["verify_s"] for side, s in found.items()}
                 for rival in RIVALS:
-                    ratios.setdefault(f"{phase}_vs_{rival}", []).append(net["fusewright"] / net[rival])
-                for side in SIDES:
+                    ratios.setdefault(f"{phase}_vs_{rival}", []).append(net[ours] / net[rival])
+                for side in sides:
                     seconds.setdefault(f"{side}_{phase}_s", []).append(net[side])
-                seconds.setdefault(f"verify_{phase}_s", []).append(found["fusewright"]["verify_s"])
-    row: dict[str, Any] = {"cell": cell.name, "repeats": repeats, "torch": torch.__version__}
+                seconds.setdefault(f"verify_{phase}_s", []).append(found[ours]["verify_s"])
+    row: dict[str, Any] = {"cell": cell.name, "ours": ours, "repeats": repeats, "torch": torch.__version__}
     row |= {"load": round(os.getloadavg()[0], 2)}
     row |= {name: round(statistics.median(values), 3) for name, values in ratios.items()}
     row |= {f"{name}_each": [round(v, 3) for v in values] for name, values in ratios.items()}
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--mode", default="inference,training")
     parser.add_argument("--length", type=int, help="default: the smallest of each workload")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ours", choices=("fusewright", "fusewright_exact"), default="fusewright")
     parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args()
     lengths = [options.length] if options.length else []
@@ -78,7 +79,7 @@ def main() -> None:
         if (cell.workload, cell.mode) in seen:
             continue
         seen.add((cell.workload, cell.mode))
-        row = measure(cell, options.repeats)
+        row = measure(cell, options.repeats, options.ours)
         print(json.dumps(row), flush=True)
         if options.output is not None:
             append_rows(options.output, [row])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -149,6 +150,34 @@ def fully_shard_is_used() -> bool:
     if fsdp is None or states is None:
         return False
     return any(isinstance(module, fsdp.FSDPModule) for module in list(states._module_state_mapping))
+
+
+# What mark_dynamic and maybe_mark_dynamic leave on a tensor.
+_MARKS = (
+    "_dynamo_dynamic_indices",
+    "_dynamo_dynamic_range",
+    "_dynamo_hint_overrides",
+    "_dynamo_weak_dynamic_indices",
+    "_has_dynamo_dim_marking",
+    "_specialize_on",
+)
+
+
+def marks_of(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Remember the marks on `tensors`; the returned function puts them back as they are now.
+
+    A mark that stays would make a graph dynamic that someone else compiles for the same tensor, and costs a set
+    operation in the guards of each call.
+    """
+    before = [(tensor, {n: copy.copy(vars(tensor)[n]) for n in _MARKS if n in vars(tensor)}) for tensor in tensors]
+
+    def put_back() -> None:
+        for tensor, marks in before:
+            for name in _MARKS:
+                vars(tensor).pop(name, None)
+            vars(tensor).update(marks)
+
+    return put_back
 
 
 def capture_lock() -> Any:

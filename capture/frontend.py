@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,12 +42,14 @@ class FrameInfo:
         sources: (argument source, dimension) -> name, exact for the root frame only.
         where: file:line of the frame.
         error: what ended the compilation, also where Dynamo hides it.
+        unmark: takes our marks off the tensors of the frame again.
     """
 
     sizes: Mapping[str, int]
     sources: Mapping[tuple[str, int], str]
     where: str
     error: Exception | None = None
+    unmark: Callable[[], None] = lambda: None
 
 
 class UncapturedError(FallbackError):
@@ -188,34 +190,40 @@ class _Hook:
         where = f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})"
         if compat.inside_transform():
             return self._inside_transform(where)
-        info = self._mark(frame, where)
-        duck_shape = len(set(info.sizes.values())) == len(info.sizes)
         with compat.capture_lock():
             if code is self.front.root_code and not _ACTIVE.insists and compat.has_matching_entry(frame):
                 raise CallAgainError
-            breaks_before = Counter(dynamo.utils.counters["graph_break"])
-            _ACTIVE.stack.append(info)
+            info = self._mark(frame, where)
             try:
-                with compat.compile_options(RECOMPILE_LIMIT, duck_shape=duck_shape):
-                    result = self.inner(frame, cache_entry, frame_state)
-            except Exception as error:
-                if not self.front.strict and compat.model_raised(error):
-                    return self._runs_this_once(error, where)
-                if not self.front.strict and isinstance(error, compat.INTERNAL_ERRORS):
-                    return self._dynamo_failed(error, code, where)
-                explained = self._explained(error, where)
-                if explained is error:
-                    raise
-                raise explained from error
+                return self._compile(frame, cache_entry, frame_state, info)
             finally:
-                _ACTIVE.stack.pop()
-            breaks = Counter(dynamo.utils.counters["graph_break"]) - breaks_before
+                info.unmark()
+
+    def _compile(self, frame: Any, cache_entry: Any, frame_state: Any, info: FrameInfo) -> Any:
+        code, where = frame.f_code, info.where
+        duck_shape = len(set(info.sizes.values())) == len(info.sizes)
+        breaks_before = Counter(dynamo.utils.counters["graph_break"])
+        _ACTIVE.stack.append(info)
+        try:
+            with compat.compile_options(RECOMPILE_LIMIT, duck_shape=duck_shape):
+                result = self.inner(frame, cache_entry, frame_state)
+        except Exception as error:
+            if not self.front.strict and compat.model_raised(error):
+                return self._runs_this_once(error, where)
+            if not self.front.strict and isinstance(error, compat.INTERNAL_ERRORS):
+                return self._dynamo_failed(error, code, where)
+            explained = self._explained(error, where)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            _ACTIVE.stack.pop()
         if result.guarded_code is None and info.error is not None:
             if compat.model_raised(info.error):
                 return self._runs_this_once(info.error, where)
             if isinstance(self._explained(info.error, where), DimsError):
                 raise self._explained(info.error, where) from info.error
-        self._count(frame, result, info, breaks)
+        self._count(frame, result, info, Counter(dynamo.utils.counters["graph_break"]) - breaks_before)
         return result
 
     def _inside_transform(self, where: str) -> Any:
@@ -258,15 +266,20 @@ class _Hook:
         args, kwargs = _call_in_progress(front)
         sizes = front.named_sizes(args, kwargs)
         sources: dict[tuple[str, int], str] = {}
-        if frame.f_code is front.root_code:
-            for _, source, tensor, named in front._named_tensors(args, kwargs):
-                for dim, name in named.items():
+        root, tensors = frame.f_code is front.root_code, _tensors(frame)
+        unmark = compat.marks_of(tensors)
+        present = {id(tensor) for tensor in tensors}
+        for _, source, tensor, named in front._named_tensors(args, kwargs):
+            for dim, name in named.items():
+                if root:
                     sources[source, dim] = name
-                    if tensor.shape[dim] > 1:  # torch specialises on 0 and 1; such a call gets a static frame
-                        dynamo.mark_dynamic(tensor, dim)
-        else:
-            _mark_by_size(frame, {size for size in sizes.values() if size > 1})
-        return FrameInfo(sizes, sources, where)
+                if (
+                    id(tensor) in present and tensor.shape[dim] > 1
+                ):  # torch specialises on 0 and 1: a frame of their own
+                    dynamo.mark_dynamic(tensor, dim)
+        if not root:
+            _mark_by_size(tensors, {size for size in sizes.values() if size > 1})
+        return FrameInfo(sizes, sources, where, unmark=unmark)
 
     def _explained(self, error: Exception, where: str) -> Exception:
         text = str(error)
@@ -318,12 +331,12 @@ def _call_in_progress(front: FrontEnd) -> tuple[tuple[Any, ...], Mapping[str, An
     return (), {}
 
 
-def _mark_by_size(frame: Any, sizes: set[int]) -> None:
+def _mark_by_size(tensors: Sequence[torch.Tensor], sizes: set[int]) -> None:
     """Mark dimensions after a graph break: there, tensors have no argument names, so the sizes of the call decide.
 
     The mark is weak: a dimension that only happens to have that size may still be specialised without an error.
     """
-    for tensor in _tensors(frame):
+    for tensor in tensors:
         for dim, size in enumerate(tensor.shape):
             if size in sizes:
                 dynamo.maybe_mark_dynamic(tensor, dim)

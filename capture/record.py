@@ -13,7 +13,7 @@ class Fallback:
     """One way in which something ran slower or plainer than asked.
 
     Attributes:
-        kind: recompile_limit, graph_break, skipped_frame, forward_mode, pass, lowering,
+        kind: recompile_limit, graph_break, skipped_frame, inlined, forward_mode, pass, lowering,
             launch, frozen_weights, aliasing or verification.
         where: file:line of the user's frame, or the fragment's name.
         reason: what happened, in one sentence.

@@ -45,6 +45,7 @@ def main() -> None:
             output=options.output,
             resume=False,
             console=progress,
+            providers=("eager", "fusewright"),
         )
     console.print(table(rows))
     wrong = [row["cell"] for row in rows if row["provider"] == "fusewright" and row["accuracy"] is not True]

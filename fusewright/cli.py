@@ -82,7 +82,8 @@ def check(
 
 
 @app.command(
-    epilog="Examples: fusewright bench --only mlp,bert --mode inference | fusewright bench examples/jobs/resnet50.py"
+    epilog="Examples: fusewright bench --only mlp,bert --mode inference | fusewright bench examples/jobs/resnet50.py | "
+    "fusewright bench --compare old.jsonl new.jsonl"
 )
 def bench(
     job: Annotated[str, typer.Argument(help="Job file or module; default: the suite in a checkout")] = "",
@@ -92,8 +93,8 @@ def bench(
     budget: Annotated[float, typer.Option(help="Seconds of timing for each cell")] = 120.0,
     pairs: Annotated[int, typer.Option(help="Most fresh pairs of processes for each cell; at least 3 decide")] = 4,
     providers: Annotated[
-        str, typer.Option(help="Who runs beside torch.compile: eager, fusewright, compile_best, ...")
-    ] = "eager,fusewright",
+        str, typer.Option(help="Who runs beside torch.compile, whose default always runs; see docs/benchmarks.md")
+    ] = "eager,compile_best,onnxruntime,openvino,fusewright",
     output: Annotated[
         pathlib.Path | None, typer.Option("-o", "--output", help="JSON-lines file to append rows to")
     ] = None,
@@ -103,9 +104,16 @@ def bench(
             help="Leave out cells that the output file holds; default for the suite: benchmarks/results/MACHINE"
         ),
     ] = False,
+    compare: Annotated[
+        tuple[pathlib.Path, pathlib.Path] | None,
+        typer.Option(help="Measure nothing: say what changed from one result file to another"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure eager, torch.compile and fusewright, interleaved in own processes, with intervals and verdicts."""
+    """Measure torch.compile, its rivals and fusewright, interleaved in own processes, with intervals and verdicts."""
+    if compare is not None:
+        _compare(*compare, as_json=as_json)
+        return
     from fusewright.report.bench import run_bench
 
     rows = run_bench(
@@ -127,6 +135,17 @@ def bench(
     from fusewright.report.bench import table
 
     out.print(table(rows))
+
+
+def _compare(before: pathlib.Path, after: pathlib.Path, *, as_json: bool) -> None:
+    from fusewright.report.compare import compare_files
+
+    found, drawn = compare_files(before, after)
+    if not as_json:
+        out.print(drawn)
+        return
+    for change in found:
+        print(json.dumps(change.to_dict()))
 
 
 @app.command(

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dynamo.comptime import comptime
 from torch.autograd import forward_ad
 
 from fusewright import config
 from fusewright.autotune.key import KeyContext
 from fusewright.autotune.plan import choose_from
-from fusewright.capture.frontend import CallAgainError, FrontEnd, UncapturedError, second_try
+from fusewright.capture.frontend import CallAgainError, FrontEnd, UncapturedError, current_frame, second_try
 from fusewright.capture.record import Record
 from fusewright.capture.shapes import Buckets
 from fusewright.config import OFF, Numerics, Verify
@@ -170,7 +171,13 @@ def build(
     compiled = front.compile(call_impl, name)
     bump, bump_disabled, off = record.calls.bump, record.disabled_calls.bump, OFF
 
+    def inlined(_: Any) -> None:
+        _count_inlined(record, name, options.strict)
+
     def optimized(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            comptime(inlined)  # runs once, while Dynamo traces
+            return call_impl(*args, **kwargs)
         if off.depth:
             bump_disabled()
             return call_impl(*args, **kwargs)
@@ -189,6 +196,16 @@ def build(
 
     front.wrapper_code = optimized.__code__
     return optimized, record
+
+
+def _count_inlined(record: Record, name: str, strict: bool) -> None:
+    """Count that another compilation, not ours, traces through the model: its graph holds none of our rewrites."""
+    if current_frame() is not None:  # part of another optimized model
+        return
+    reason = "an outer torch.compile traces through the model, so that its graph and not ours runs"
+    if strict:
+        raise FallbackError(f"{name}: {reason}; compile no function that calls an optimized model.")
+    record.add_fallback("inlined", name, reason)
 
 
 def forward_mode(

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusewright.autotune.accuracy import SEEDS
+from fusewright.autotune.accuracy import NONDETERMINISTIC, SEEDS
 from fusewright.autotune.stats import Comparison, Verdict
 from fusewright.autotune.timing import BASELINE, Plan, measure_pairs
 from fusewright.autotune.trial import Failure, Json, Progress, Provider, no_progress
@@ -22,7 +22,7 @@ from fusewright.job_file import load_workloads, source_of
 
 SUBJECT = "fusewright.bench.rivals:RivalSubject"
 MODES = ("inference", "training")
-CANDIDATES = ("eager", "fusewright")
+CANDIDATES = ("eager", "compile_best", "onnxruntime", "openvino", "fusewright")
 BEST = "compile_best"
 IDENTITY = ("workload", "family", "mode", "bucket", "cell")
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")
@@ -125,6 +125,8 @@ class Suite:
         load_before = os.getloadavg()[0]
         training = cell.mode == "training"
         checks = {name: self._check(one, training) for name, one in providers.items() if name != "eager"}
+        if any(check["accuracy"] == NONDETERMINISTIC for check in checks.values()):
+            return _not_scored(cell.identity() | provenance(self.threads), providers, checks)
         measured = measure_pairs(
             {name: one for name, one in providers.items() if name != "compile"},
             providers["compile"],
@@ -172,10 +174,18 @@ class Suite:
         if isinstance(costs, Failure):
             row["costs_failure"] = str(costs)
         else:
-            row |= {"peak_mb": round(costs["peak_mb"], 2), "flops": costs["flops"]}
+            row |= {"peak_mb": round(costs["peak_mb"], 2) if "peak_mb" in costs else None, "flops": costs["flops"]}
         if isinstance(report, Failure):
             return row | {"accuracy": None, "accuracy_detail": str(report)}
-        return row | {"accuracy": report["ok"], "accuracy_detail": report["reason"]}
+        nondeterministic = report["reason"].startswith(NONDETERMINISTIC)
+        accuracy = NONDETERMINISTIC if nondeterministic else report["ok"]
+        return row | {"accuracy": accuracy, "accuracy_detail": report["reason"]}
+
+
+def _not_scored(shared: Row, providers: Collection[str], checks: Mapping[str, Row]) -> list[Row]:
+    """The rows of a cell whose eager model gives other results each time: nothing can be held against it."""
+    why = {"accuracy": NONDETERMINISTIC, "failure": "not timed: eager disagrees with itself"}
+    return [shared | {"provider": name, "plan": "default"} | checks.get(name, {}) | why for name in providers]
 
 
 def candidates_of(names: Sequence[str], mode: str) -> list[str]:

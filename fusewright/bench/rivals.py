@@ -1,4 +1,4 @@
-"""The sides of a benchmark cell: eager, torch.compile and fusewright, each a subject in a process of its own."""
+"""The sides of a benchmark cell: eager, torch.compile, engines and fusewright, each a subject in its own process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 from fusewright.autotune.jobs import StepSubject, load
+from fusewright.bench.engines import ENGINES
 from fusewright.errors import unknown_name
 
 OPTIMIZE = "fusewright.api:optimize"  # named, not imported: this comes before the public API
@@ -18,7 +19,7 @@ EXPLAIN = "fusewright.api:explain"
 
 # The settings of torch.compile that its documentation recommends; what stands under `compile_best` is the fastest.
 BEST_OF = ("compile_freezing", "compile_max_autotune", "compile_cpp_wrapper")
-INFERENCE_ONLY = ("compile_freezing",)
+INFERENCE_ONLY = ("compile_freezing", *ENGINES)
 
 
 class RivalSubject(StepSubject):
@@ -30,10 +31,13 @@ class RivalSubject(StepSubject):
             raise unknown_name("provider", provider, PROVIDERS)
         self.provider = provider
         self.verify = verify
+        self.proof: dict[str, Any] | None = None
         self.model = PROVIDERS[provider](self, copy.deepcopy(self.eager))
 
     def facts(self) -> dict[str, Any]:
         """Graphs, breaks, proof that settings took and, for fusewright, what `explain` says."""
+        if self.proof is not None:
+            return {"proof": self.proof}
         counters = torch._dynamo.utils.counters
         facts: dict[str, Any] = {
             "graphs": int(counters["stats"]["unique_graphs"]),
@@ -45,6 +49,11 @@ class RivalSubject(StepSubject):
             told = load(EXPLAIN)(self.model).to_dict()
             facts |= {k: told[k] for k in ("rewrites", "recognised", "fallbacks", "verified", "recompiles", "seconds")}
         return facts
+
+    def costs(self) -> dict[str, float]:
+        """As for every subject, but no peak of an engine, which allocates memory that torch does not see."""
+        costs = super().costs()
+        return {"flops": costs["flops"]} if self.provider in ENGINES else costs
 
 
 def _proof(counters: Mapping[str, int]) -> dict[str, int | bool]:
@@ -87,6 +96,20 @@ def _compile_cpp_wrapper(subject: RivalSubject, model: nn.Module) -> nn.Module:
     return model
 
 
+def _engine(subject: RivalSubject, model: nn.Module) -> nn.Module:
+    """Exports at the first call, so that a cold start counts it, as torch.compile's does."""
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        del model.__dict__["forward"]
+        made = ENGINES[subject.provider](model, args, kwargs)
+        subject.proof = made.proof
+        model.__dict__["forward"] = made.forward
+        return made.forward(*args, **kwargs)
+
+    model.__dict__["forward"] = first
+    return model
+
+
 def _fusewright(subject: RivalSubject, model: nn.Module) -> nn.Module:
     """The workload's lengths as upper edges: a bucket serves every length up to its edge."""
     return _optimized(subject, model, sorted)
@@ -116,6 +139,7 @@ PROVIDERS: dict[str, Callable[[RivalSubject, nn.Module], nn.Module]] = {
     "compile_freezing": _compile_freezing,
     "compile_max_autotune": _compile_max_autotune,
     "compile_cpp_wrapper": _compile_cpp_wrapper,
+    **dict.fromkeys(ENGINES, _engine),
     "fusewright": _fusewright,
     "fusewright_exact": _fusewright_exact,
 }

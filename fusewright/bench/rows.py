@@ -25,6 +25,8 @@ def provenance(threads: int | None = None) -> Row:
         "python": platform.python_version(),
         "machine": machine_name(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu_flags": _cpu_flags(),
+        "clock": _clock(),
         "cores": os.cpu_count(),
         "threads": threads or torch.get_num_threads(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -97,8 +99,27 @@ def append_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
 
 def machine_name() -> str:
     """Kind of processor and count, as a folder name; no host name."""
-    model = "cpu"
-    with open("/proc/cpuinfo") as file:
-        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+    model = _cpuinfo("model name") or "cpu"
     slug = "-".join("".join(c if c.isalnum() else " " for c in model.lower()).split())
     return f"{slug}-{os.cpu_count()}cores"
+
+
+FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8", "asimd", "sve")
+
+
+def _cpu_flags() -> str:
+    """Those of the processor's extensions that decide which kernels run."""
+    has = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
+    return " ".join(flag for flag in FLAGS if flag in has)
+
+
+def _cpuinfo(field: str) -> str | None:
+    with open("/proc/cpuinfo") as file:
+        return next((line.split(":", 1)[1].strip() for line in file if line.startswith(field)), None)
+
+
+def _clock() -> str:
+    """Python's clock, and the kernel's source behind it where that can be read."""
+    source = pathlib.Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    kernel = source.read_text().strip() if source.is_file() else "unknown"
+    return f"{time.get_clock_info('perf_counter').implementation} on {kernel}"

@@ -16,6 +16,7 @@ from rich.text import Text
 from fusewright.autotune.timing import Plan
 from fusewright.autotune.trial import Progress as Step
 from fusewright.bench.cells import BEST, CANDIDATES, Suite, plan_cells, rows_of
+from fusewright.bench.engines import missing
 from fusewright.bench.rivals import PROVIDERS
 from fusewright.bench.rows import Row, append_rows, check_same_place, machine_name, newest, read_rows, whole_cells
 from fusewright.errors import UserInputError, unknown_name
@@ -51,10 +52,7 @@ def run_bench(
             raise UserInputError("--resume: needs --output, the file that holds the finished cells.")
         output = pathlib.Path(suite_at.origin).parent / "results" / machine_name() / "bench.jsonl"
         console.print(f"rows go to {output}")
-    known = [name for name in (*PROVIDERS, BEST) if name != "compile"]
-    for name in providers:
-        if name not in known:
-            raise unknown_name("provider", name, known)
+    providers = _installed(providers, console)
     cells = plan_cells(job or SUITE, only, modes, lengths)
     if idle := next((mode for mode in modes if len(rows_of(providers, mode)) == 1), None):
         raise UserInputError(f"--providers: nothing would run beside torch.compile in {idle}; name another one.")
@@ -86,8 +84,20 @@ def run_bench(
     return rows
 
 
+def _installed(providers: Sequence[str], console: Console) -> list[str]:
+    """Those that can run here; says of each other one what it lacks."""
+    known = [name for name in (*PROVIDERS, BEST) if name != "compile"]
+    for name in providers:
+        if name not in known:
+            raise unknown_name("provider", name, known)
+    absent = {name: why for name in providers if (why := missing(name))}
+    for why in absent.values():
+        console.print(why)
+    return [name for name in providers if name not in absent]
+
+
 def table(rows: Sequence[Row]) -> Group:
-    """A block a cell, narrow enough for 80 columns, then the geometric mean of fusewright's ratios over families."""
+    """A block a cell, narrow enough for 80 columns, then each provider's geometric mean over families."""
     parts: list[Any] = []
     for cell in dict.fromkeys(row["cell"] for row in rows):
         drawn = Table("", "ms", "against torch.compile", "verdict", "accurate", show_edge=False, pad_edge=False)
@@ -130,13 +140,41 @@ def _work(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Geometric mean of ratios against torch.compile: over a family's cells first, then over families."""
-    families: dict[str, list[float]] = {}
-    for row in rows:
-        if row["provider"] == "fusewright" and row.get("verdict") != "undecided" and row.get("accuracy") is True:
-            families.setdefault(f"{row['family']} {row['mode']}", []).append(math.log(row["ratio_vs_compile"]))
-    if not families:
-        return "no cell is both accurate and decided: a longer --budget lets 3 pairs of processes fit"
-    means = {name: sum(logs) / len(logs) for name, logs in families.items()}
-    parts = ", ".join(f"{name} {math.exp(mean):.3f}x" for name, mean in sorted(means.items()))
-    return f"geometric mean against torch.compile: {math.exp(sum(means.values()) / len(means)):.3f}x ({parts})"
+    """Per provider, the geometric mean of its ratios against torch.compile with a 95 % interval.
+
+    Taken over a family's cells first, then over families, and over all accurate cells with an interval: leaving out the
+    undecided would leave out the close ones. The interval takes cells as independent and log-ratios as normal.
+    """
+    lines = []
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        mine = [r for r in rows if r["provider"] == provider and r.get("accuracy") in (True, "reference")]
+        usable = [r for r in mine if r.get("ci_high") or r.get("setting") == "compile"]
+        if not usable or provider == "compile":
+            continue
+        families: dict[str, list[Row]] = {}
+        for row in usable:
+            families.setdefault(f"{row['family']} {row['mode']}", []).append(row)
+        means = {name: _mean([_log(r) for r in found]) for name, found in families.items()}
+        parts = ", ".join(f"{name} {_as_ratio(mean)}" for name, mean in sorted(means.items()))
+        undecided = sum(row.get("verdict") == "undecided" for row in usable)
+        counts = f"{len(usable)} cells, {undecided} undecided"
+        lines.append(f"{provider}: geometric mean {_as_ratio(_mean(list(means.values())))} of {counts} ({parts})")
+    return "\n".join(lines) or "no cell is both accurate and measured in 3 pairs: a longer --budget lets them fit"
+
+
+LogRatio = tuple[float, float]  # centre and half-width of the 95 % interval
+
+
+def _log(row: Row) -> LogRatio:
+    if row.get("setting") == "compile":  # the best setting is the default itself
+        return 0.0, 0.0
+    return math.log(row["ratio_vs_compile"]), math.log(row["ci_high"] / row["ci_low"]) / 2
+
+
+def _mean(logs: Sequence[LogRatio]) -> LogRatio:
+    return sum(c for c, _ in logs) / len(logs), math.hypot(*(half for _, half in logs)) / len(logs)
+
+
+def _as_ratio(log: LogRatio) -> str:
+    centre, half = log
+    return f"{math.exp(centre):.3f}x ({math.exp(centre - half):.3f} to {math.exp(centre + half):.3f})"

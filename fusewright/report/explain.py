@@ -37,6 +37,10 @@ class Explanation:
             f"{d['calls']} calls, {d['dispatched']} graph dispatches, {d['graphs']} graphs, "
             f"{d['lowerings']} lowerings, {len(d['breaks'])} graph breaks, {d['recompiles']} recompiles"
         )
+        if not d["calls"]:
+            head += (
+                "\nnot called yet; or only where an outer torch.compile traces through it, so that nothing of ours runs"
+            )
         rewrites = ", ".join(f"{name} {count}" for name, count in d["rewrites"].items()) or "none"
         seen = ", ".join(f"{count} {kind}" for kind, count in d["recognised"].items()) or "nothing"
         parts: list[Any] = [Text(head), Text(f"rewrites: {rewrites}"), Text(f"recognised: {seen}")]

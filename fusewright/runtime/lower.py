@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
@@ -86,7 +87,10 @@ def lower(
     variant: GraphVariant,
     hooks: dict[Stage, GraphHook],
 ) -> tuple[Callee, tuple[int, ...] | None]:
-    """Compile `gm`, which this takes over, for `inputs`.
+    """Compile `gm`, which this takes over, for `inputs`; in training the backward too.
+
+    Left to itself, AOTAutograd compiles a backward that saves no size when it is first called, where a failure could
+    no longer lead to another lowering.
 
     Returns:
         A callable that takes the graph's arguments one by one, and the positions of the arguments that it mutates
@@ -97,7 +101,8 @@ def lower(
     if variant.lowering is Lowering.EAGER:
         return gm.forward, None
     compiled: Any
-    with tracing(TracingContext(inputs.mode)) as context:
+    backward_now = functorch_config.patch(force_non_lazy_backward_lowering=True)
+    with tracing(TracingContext(inputs.mode)) as context, backward_now:
         if variant.lowering is Lowering.AOT_EAGER:
             compiled = torch._dynamo.lookup_backend("aot_eager")(gm, inputs.values)
         else:

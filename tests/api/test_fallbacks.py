@@ -236,3 +236,42 @@ def test_a_fault_inside_dynamo_is_an_error_under_strict(monkeypatch: pytest.Monk
     fail_inside_dynamo(model, monkeypatch)
     with pytest.raises(FallbackError, match="a fault of Dynamo's"):
         model(batch())
+
+
+def test_an_outer_compile_that_traces_through_the_model_is_counted() -> None:
+    model = Net().eval()
+    reference = copy.deepcopy(model)
+    cheap(model)
+    outer = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(outer(batch()), reference(batch()))
+    (found,) = fallbacks(model, "inlined")
+    assert (found["where"], found["count"]) == ("Net", 1)
+    assert fusewright.explain(model).to_dict()["dispatched"] == 0
+    torch.testing.assert_close(model(batch()), reference(batch()))
+    assert fusewright.explain(model).to_dict()["dispatched"] == 1
+
+
+def test_an_outer_compile_is_an_error_under_strict() -> None:
+    def wave(x: Tensor) -> Tensor:
+        return x.sin()
+
+    function = cheap(wave, strict=True)
+    outer = torch.compile(lambda x: function(x) * 2, backend="eager")
+    with pytest.raises(Exception, match=r"wave: an outer torch\.compile traces through the model"):
+        outer(batch())
+
+
+def test_explain_says_that_a_model_was_called_by_no_one_but_an_outer_compile() -> None:
+    model = cheap(Net().eval())
+    torch.compile(lambda x: model(x) * 2, backend="eager")(batch())  # Dynamo goes straight to `forward`
+    assert "an outer torch.compile traces through it" in str(fusewright.explain(model))
+    model(batch())
+    assert "an outer torch.compile" not in str(fusewright.explain(model))
+
+
+def test_an_optimized_model_inside_another_is_part_of_its_graph() -> None:
+    inner = cheap(Net().eval(), strict=True)
+    outer = cheap(nn.Sequential(inner, nn.ReLU()).eval())
+    torch.testing.assert_close(outer(batch()), inner(batch()).relu())
+    assert fallbacks(outer, "inlined") == fallbacks(inner, "inlined") == []
+    assert fusewright.explain(outer).to_dict()["dispatched"] == 1

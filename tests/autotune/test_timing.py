@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pathlib
 import threading
 import time
+from collections import Counter
 
 import pytest
 
 from fusewright.autotune.stats import Comparison, Verdict
-from fusewright.autotune.timing import BASELINE, Plan, build_all, measure_pairs
+from fusewright.autotune.timing import BASELINE, Plan, build_all, measure_pairs, shuffled
 from fusewright.autotune.trial import Failure, FailureKind, Progress, Provider
 from fusewright.autotune.worker import Limits, Worker
 
@@ -109,3 +111,16 @@ def test_an_interrupt_during_a_build_leaves_no_process_behind() -> None:
         assert not pathlib.Path(f"/proc/{worker.pid}").exists()
         worker.close()
     timer.join()
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_each_runs_first_and_after_each_other_one_about_equally_often(count: int) -> None:
+    names = [str(number) for number in range(count)]
+    orders = [shuffled(names, turn) for turn in range(60)]
+    assert all(sorted(order) == names for order in orders)
+    assert orders == [shuffled(names, turn) for turn in range(60)]
+    first = Counter(order[0] for order in orders)
+    after = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert min(first.values()) > 0.4 * 60 / count
+    assert len(after) == count * (count - 1)
+    assert min(after.values()) > 0.4 * 60 / count

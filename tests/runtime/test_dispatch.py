@@ -108,6 +108,16 @@ def test_two_hundred_lengths_in_five_modes_need_a_frame_a_mode_and_a_lowering_a_
     assert data["fallbacks"] == []
 
 
+def test_no_mark_of_ours_stays_on_a_tensor() -> None:
+    marked, plain = torch.randn(3, 4, WIDTH), torch.randn(3, 4, WIDTH)
+    torch._dynamo.maybe_mark_dynamic(marked, 0)  # the user's own
+    kept = copy.deepcopy(vars(marked))
+    for x in (marked, plain):
+        cheap(Broken(), dims={"x": {1: "tokens"}})(x)
+    assert vars(marked) == kept
+    assert vars(plain) == {}
+
+
 def test_two_lengths_that_are_sometimes_equal_get_a_table_of_two_axes() -> None:
     draw, model, coin = lengths(2), Two(), random.Random(3)
 

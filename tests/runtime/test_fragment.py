@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant, Launch, Lowering
@@ -16,7 +18,7 @@ from fusewright.errors import DimsError, UnknownNameError
 from fusewright.runtime.fragment import Fragment
 from fusewright.runtime.slot import EAGER, both, ladder
 from tests.runtime.captured import Named, capture, services
-from tests.runtime.dispatch_models import aot_eager
+from tests.runtime.dispatch_models import aot_eager, cheap
 
 
 def outer(x: Tensor, y: Tensor) -> Tensor:
@@ -97,6 +99,23 @@ def test_a_wrong_option_of_a_variant_is_an_error_not_a_fallback(make: Any) -> No
     fragment, args = make({}, {}, choose=lambda *_: variant)
     with pytest.raises(UnknownNameError, match=r"inductor option 'max_autotun'.*Did you mean 'max_autotune"):
         fragment.dispatcher()(*args)
+
+
+def test_a_backward_is_compiled_with_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def note(which: str) -> Callable[..., Any]:
+        def compile_graph(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            compiled.append(which)
+            return make_boxed_func(gm.forward)
+
+        return compile_graph
+
+    noting = aot_autograd(fw_compiler=note("forward"), bw_compiler=note("backward"))
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: noting)
+    model = cheap(torch.nn.Linear(4, 4), verify="off")
+    model(torch.ones(2, 4))
+    assert compiled == ["forward", "backward"]
 
 
 def test_the_ladder_suspects_torchs_patterns_first_and_ends_without_inductor() -> None:

@@ -273,9 +273,8 @@ class _Hook:
             for dim, name in named.items():
                 if root:
                     sources[source, dim] = name
-                if (
-                    id(tensor) in present and tensor.shape[dim] > 1
-                ):  # torch specialises on 0 and 1: a frame of their own
+                # torch specialises on 0 and 1: such a call gets a static frame
+                if id(tensor) in present and tensor.shape[dim] > 1:
                     dynamo.mark_dynamic(tensor, dim)
         if not root:
             _mark_by_size(tensors, {size for size in sizes.values() if size > 1})

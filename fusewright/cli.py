@@ -93,7 +93,7 @@ def bench(
     budget: Annotated[float, typer.Option(help="Seconds of timing for each cell")] = 120.0,
     pairs: Annotated[int, typer.Option(help="Most fresh pairs of processes for each cell; at least 3 decide")] = 4,
     providers: Annotated[
-        str, typer.Option(help="Who runs beside torch.compile, whose default always runs; see docs/benchmarks.md")
+        str, typer.Option(help="Who runs beside torch.compile, whose default always runs: see docs/index.md")
     ] = "eager,compile_best,onnxruntime,openvino,fusewright",
     output: Annotated[
         pathlib.Path | None, typer.Option("-o", "--output", help="JSON-lines file to append rows to")

@@ -205,7 +205,7 @@ class _Hook:
         breaks_before = Counter(dynamo.utils.counters["graph_break"])
         _ACTIVE.stack.append(info)
         try:
-            with compat.compile_options(RECOMPILE_LIMIT, duck_shape=duck_shape):
+            with compat.short_collections(), compat.compile_options(RECOMPILE_LIMIT, duck_shape=duck_shape):
                 result = self.inner(frame, cache_entry, frame_state)
         except Exception as error:
             if not self.front.strict and compat.model_raised(error):

@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 import torch
 
-from fusewright.capture.dynamo_compat import capture_lock, fully_shard_is_used
+from fusewright.capture.dynamo_compat import capture_lock, fully_shard_is_used, short_collections
 from fusewright.capture.graph import CapturedGraph
 from fusewright.capture.record import Record, Verdict
 from fusewright.capture.shapes import Axis, Buckets, ShapeBucket
@@ -177,7 +177,7 @@ class Fragment:
         slot = self.slots[index]
         entry = slot.find(args)
         if entry is None:
-            with capture_lock():
+            with capture_lock(), short_collections():
                 try:
                     entry = slot.find(args) or self._fill(slot, args)
                 except EagerRaisedError as error:

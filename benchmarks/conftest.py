@@ -6,6 +6,7 @@ import pytest
 
 from fusewright.bench.cells import SuiteCell, candidates_of, plan_cells
 from fusewright.bench.engines import missing
+from fusewright.errors import UserInputError
 
 QUICK = "mlp,bert,resnet50,llama_eager"
 
@@ -28,7 +29,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found = []
     for name in only:
         for mode in modes:
-            cells: list[SuiteCell] = plan_cells("benchmarks.workloads:COMPARABLE", [name], [mode])
+            try:
+                cells: list[SuiteCell] = plan_cells("benchmarks.workloads:COMPARABLE", [name], [mode])
+            except UserInputError as error:
+                raise pytest.UsageError(str(error)) from error
             found += [(cells[len(cells) // 2], one) for one in candidates_of(providers, mode)] if cells else []
     marked = [
         pytest.param(cell, one, id=f"{cell.name}-{one}", marks=[pytest.mark.skip(reason=why)] if why else [])

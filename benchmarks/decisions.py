@@ -32,6 +32,7 @@ from fusewright.autotune.trial import Failure, Provider
 from fusewright.bench.cells import plan_cells
 from fusewright.bench.rivals import RivalSubject
 from fusewright.bench.rows import append_rows, check_same_place, provenance, read_rows
+from fusewright.errors import UserInputError
 
 SUITE = "benchmarks.workloads:COMPARABLE"
 PLAN = Plan(rounds=20, pairs=3, most_pairs=4, budget_s=20.0)
@@ -90,6 +91,13 @@ def one_core_busy(wanted: bool) -> Iterator[None]:
             process.kill()
 
 
+def _slowdown(kind: str) -> float:
+    found = 0.0 if kind == "same" else float(kind)
+    if kind != "same" and not 0 < found < 1:
+        raise ValueError(kind)
+    return found
+
+
 def main() -> None:
     """Make the decisions that the file lacks, and count those of its kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,8 +107,17 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="keep one core busy meanwhile")
     parser.add_argument("-o", "--output", type=pathlib.Path, required=True)
     options = parser.parse_args()
-    slowdown = 0.0 if options.kind == "same" else float(options.kind)
+    try:
+        slowdown = _slowdown(options.kind)
+    except ValueError:
+        parser.error(f"--kind {options.kind}: same, or a fraction between 0 and 1 such as 0.05")
+    if options.count < 1:
+        parser.error("--count: at least 1")
     names = options.workloads.split(",")
+    try:
+        plan_cells(SUITE, names, ["inference"])
+    except UserInputError as error:
+        parser.error(f"--workloads: {error}")
     kept = read_rows(options.output)
     check_same_place(kept, options.output)
     done = [row for row in kept if (row["kind"], row["busy"]) == (options.kind, options.busy)]

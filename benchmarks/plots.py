@@ -16,6 +16,7 @@ from fusewright.bench.rows import Row, read_rows
 
 def draw_pipeline(rows: list[Row], output: pathlib.Path) -> None:
     """CPU time of the pipeline over the nodes of the graph: a line a kind, beside n log n from its first point."""
+    plt.rcParams["svg.hashsalt"] = "fusewright"  # the same picture gives the same file
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for kind in dict.fromkeys(row["kind"] for row in rows):
         mine = sorted((row["nodes"], row["cpu_seconds"]) for row in rows if row["kind"] == kind)
@@ -35,10 +36,15 @@ def main() -> None:
     parser.add_argument("results", type=pathlib.Path, help="rows of benchmarks.pipeline_scaling")
     parser.add_argument("-o", "--output", type=pathlib.Path, required=True, help="SVG or PNG file")
     options = parser.parse_args()
+    if not options.results.is_file():
+        parser.error(f"{options.results} is not there")
     rows = [row for row in read_rows(options.results) if "nodes" in row]
     if not rows:
         parser.error(f"{options.results} holds no rows of benchmarks.pipeline_scaling")
-    draw_pipeline(rows, options.output)
+    try:
+        draw_pipeline(rows, options.output)
+    except (ValueError, OSError) as error:
+        parser.error(f"{options.output}: {error}")
     print(options.output)
 
 

@@ -90,8 +90,10 @@ def bench(
     only: Only = "",
     mode: Modes = "inference,training",
     length: Lengths = "",
-    budget: Annotated[float, typer.Option(help="Seconds of timing for each cell")] = 120.0,
-    pairs: Annotated[int, typer.Option(help="Most fresh pairs of processes for each cell; at least 3 decide")] = 4,
+    budget: Annotated[
+        float, typer.Option(min=1, help="Seconds for each cell's timing, start of its processes included")
+    ] = 120.0,
+    pairs: Annotated[int, typer.Option(min=3, help="Most fresh pairs of processes for each cell; 3 decide")] = 4,
     providers: Annotated[
         str, typer.Option(help="Who runs beside torch.compile, whose default always runs: see docs/index.md")
     ] = "eager,compile_best,onnxruntime,openvino,fusewright",
@@ -101,7 +103,7 @@ def bench(
     resume: Annotated[
         bool,
         typer.Option(
-            help="Leave out cells that the output file holds; default for the suite: benchmarks/results/MACHINE"
+            help="Leave out cells that the output file holds; the suite's goes to benchmarks/results/MACHINE if unnamed"
         ),
     ] = False,
     compare: Annotated[
@@ -140,10 +142,12 @@ def bench(
 def _compare(before: pathlib.Path, after: pathlib.Path, *, as_json: bool) -> None:
     from fusewright.report.compare import compare_files
 
-    found, drawn = compare_files(before, after)
+    found, cautions, drawn = compare_files(before, after)
     if not as_json:
         out.print(drawn)
         return
+    for caution in cautions:
+        err.print(caution)
     for change in found:
         print(json.dumps(change.to_dict()))
 

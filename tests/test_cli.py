@@ -20,6 +20,7 @@ JOB = str(pathlib.Path(__file__).parent / "data" / "mini_job.py")
         (["tune", JOB, "--mode", "trainig"], "Did you mean 'training'?"),
         (["check", "/nowhere/[/x].py"], "job file /nowhere/[/x].py does not exist"),
         (["bench", JOB, "--resume"], "--resume: needs --output"),
+        (["bench", JOB, "-o", "/proc/none/rows.jsonl"], "rows.jsonl cannot be written"),
         (["tune", JOB, "--effort", "none"], "use 'quick' or 'full'"),
     ],
 )

@@ -155,6 +155,8 @@ class Suite:
                 row["failure"] = None if measured.baseline_failure is None else str(measured.baseline_failure)
             else:
                 row |= _timing(measured.results[name], measured.baseline_failure)
+                if name not in checks and row.get("failure"):
+                    row["accuracy"] = None
             rows.append(row)
         return rows + ([best_of(rows)] if BEST in self.candidates else [])
 
@@ -228,7 +230,7 @@ def _timing(found: Comparison | Failure, baseline_failure: Failure | None) -> Ro
     return {
         "median_ms": round(found.candidate_s * 1e3, 4),
         "ratio_vs_compile": round(found.ratio, 4),
-        "ci_low": round(found.ci_low, 4),
+        "ci_low": round(found.ci_low, 4) if math.isfinite(found.ci_high) else None,
         "ci_high": round(found.ci_high, 4) if math.isfinite(found.ci_high) else None,
         "rounds": found.rounds,
         "pairs": found.pairs,

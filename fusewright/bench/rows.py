@@ -97,6 +97,20 @@ def append_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
         file.write(text.encode())
 
 
+def check_writable(path: pathlib.Path) -> None:
+    """Make the file and its folder where they are missing, before anything is measured.
+
+    Raises:
+        UserInputError: no row could be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise UserInputError(f"--output: {path} cannot be written: {error.strerror}; give another file.") from error
+
+
 def machine_name() -> str:
     """Kind of processor and count, as a folder name; no host name."""
     model = _cpuinfo("model name") or "cpu"

@@ -15,10 +15,19 @@ from rich.text import Text
 
 from fusewright.autotune.timing import Plan
 from fusewright.autotune.trial import Progress as Step
-from fusewright.bench.cells import BEST, CANDIDATES, Suite, plan_cells, rows_of
+from fusewright.bench.cells import BEST, CANDIDATES, Suite, SuiteCell, plan_cells, rows_of
 from fusewright.bench.engines import missing
 from fusewright.bench.rivals import PROVIDERS
-from fusewright.bench.rows import Row, append_rows, check_same_place, machine_name, newest, read_rows, whole_cells
+from fusewright.bench.rows import (
+    Row,
+    append_rows,
+    check_same_place,
+    check_writable,
+    machine_name,
+    newest,
+    read_rows,
+    whole_cells,
+)
 from fusewright.errors import UserInputError, unknown_name
 
 OURS = ("fusewright", "fusewright_exact")
@@ -56,14 +65,9 @@ def run_bench(
     cells = plan_cells(job or SUITE, only, modes, lengths)
     if idle := next((mode for mode in modes if len(rows_of(providers, mode)) == 1), None):
         raise UserInputError(f"--providers: nothing would run beside torch.compile in {idle}; name another one.")
-    rows: list[Row] = []
-    done: set[str] = set()
-    if resume and output is not None:
-        found = read_rows(output)
-        check_same_place(found, output)
-        wanted = {cell.name: rows_of(providers, cell.mode) for cell in cells}
-        done = whole_cells(found, wanted)
-        rows = [row for row in newest(found) if row["cell"] in done and row["provider"] in wanted[row["cell"]]]
+    if output is not None:
+        check_writable(output)
+    rows, done = _finished(output, cells, providers) if resume and output is not None else ([], set())
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} cells"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("starting", total=len(cells))
@@ -74,14 +78,27 @@ def run_bench(
             else:
                 bar.update(task, description=f"{bar.tasks[0].description.split(' | ')[0]} | {step.subject}")
 
-        plan = Plan(budget_s=budget_s, most_pairs=max(most_pairs, 3))
+        plan = Plan(budget_s=budget_s, most_pairs=most_pairs)
         suite = Suite(plan, candidates=tuple(providers), progress=tell)
-        for cell_rows in suite.run(cells, done):
-            rows += cell_rows
-            if output is not None:
-                append_rows(output, cell_rows)
+        try:
+            for cell_rows in suite.run(cells, done):
+                rows += cell_rows
+                if output is not None:
+                    append_rows(output, cell_rows)
+        except KeyboardInterrupt:
+            console.print(table(rows) if rows else "no cell was finished")
+            raise
         bar.update(task, completed=len(cells))
     return rows
+
+
+def _finished(output: pathlib.Path, cells: Sequence[SuiteCell], providers: Sequence[str]) -> tuple[list[Row], set[str]]:
+    """The rows that the file holds of `cells`, and the cells that it holds whole."""
+    found = read_rows(output)
+    check_same_place(found, output)
+    wanted = {cell.name: rows_of(providers, cell.mode) for cell in cells}
+    done = whole_cells(found, wanted)
+    return [row for row in newest(found) if row["cell"] in done and row["provider"] in wanted[row["cell"]]], done
 
 
 def _installed(providers: Sequence[str], console: Console) -> list[str]:

@@ -79,8 +79,8 @@ def _half_width(row: Row) -> float:
     return math.log(row["ci_high"] / row["ci_low"]) / 2
 
 
-def compare_files(before: pathlib.Path, after: pathlib.Path) -> tuple[list[Change], Group]:
-    """The changes between two files, and how to show them: a table, what differs beside the code, what is in one only.
+def compare_files(before: pathlib.Path, after: pathlib.Path) -> tuple[list[Change], list[str], Group]:
+    """The changes between two files, what differs beside the code, and how to show both.
 
     Raises:
         UserInputError: a file without rows, or two files without a common cell.
@@ -95,7 +95,8 @@ def compare_files(before: pathlib.Path, after: pathlib.Path) -> tuple[list[Chang
         ratio = "-" if math.isnan(change.ratio) else f"{change.ratio:.3f}x{interval}"
         drawn.add_row(change.cell, change.provider, ratio, change.verdict)
     counts = {name: sum(c.verdict == name for c in found) for name in dict.fromkeys(c.verdict for c in found)}
-    told = [f"A: {before}", f"B: {after}", *_differences(*sides)]
+    cautions = _differences(*sides)
+    told = [f"A: {before}", f"B: {after}", "B against A: of each run's ratio to its own torch.compile", *cautions]
     alone = [{row["cell"] for row in side} for side in sides]
     told += [
         f"only in {name}: {', '.join(sorted(mine - other))}"
@@ -103,7 +104,7 @@ def compare_files(before: pathlib.Path, after: pathlib.Path) -> tuple[list[Chang
         if mine - other
     ]
     total = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return found, Group(Text("\n".join(told)), drawn, Text(total))
+    return found, cautions, Group(Text("\n".join(told)), drawn, Text(total))
 
 
 def _rows(path: pathlib.Path) -> list[Row]:

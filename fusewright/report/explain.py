@@ -39,7 +39,8 @@ class Explanation:
         )
         if not d["calls"]:
             head += (
-                "\nnot called yet; or only where an outer torch.compile traces through it, so that nothing of ours runs"
+                "\nnot called yet; or only by way of an outer torch.compile, which traces through it, so that "
+                "nothing of ours runs: call the model itself, without torch.compile around it"
             )
         rewrites = ", ".join(f"{name} {count}" for name, count in d["rewrites"].items()) or "none"
         seen = ", ".join(f"{count} {kind}" for kind, count in d["recognised"].items()) or "nothing"

@@ -50,7 +50,7 @@ def test_the_interval_of_a_change_holds_the_noise_of_both_runs() -> None:
 
 def show(before: pathlib.Path, after: pathlib.Path) -> str:
     text = io.StringIO()
-    Console(file=text, width=200).print(compare_files(before, after)[1])
+    Console(file=text, width=200).print(compare_files(before, after)[2])
     return text.getvalue()
 
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from fusewright.bench.rows import append_rows, check_same_place, newest, provenance, read_rows, whole_cells, with_rates
+from fusewright.bench.rows import (
+    append_rows,
+    check_same_place,
+    check_writable,
+    newest,
+    provenance,
+    read_rows,
+    whole_cells,
+    with_rates,
+)
 from fusewright.errors import UserInputError
 
 
@@ -54,3 +63,14 @@ def test_rates_come_from_model_flops_and_the_clock() -> None:
     assert (timed["gflops_per_s"], timed["roofline_fraction"]) == (2000.0, 0.5)
     assert failed["flops"] == 4_000_000_000
     assert "gflops_per_s" not in failed
+
+
+def test_a_place_that_takes_no_rows_is_refused_before_anything_is_measured(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    append_rows(path, [row("a", "compile")])
+    check_writable(path)
+    assert len(read_rows(path)) == 1
+    check_writable(tmp_path / "other" / "rows.jsonl")
+    for bad in (tmp_path, path / "rows.jsonl"):
+        with pytest.raises(UserInputError, match="cannot be written"):
+            check_writable(bad)

@@ -40,6 +40,10 @@ class Moody(nn.Module):
     def forward(self, x):
         return x + int.from_bytes(os.urandom(2), "big")
 
+class Broken(nn.Module):
+    def forward(self, x):
+        raise ValueError("my own bug")
+
 def heads(length, seed):
     g = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(2, 4, length, 16, generator=g) for _ in range(3)), {}
@@ -50,6 +54,7 @@ def images(length, seed):
 WORKLOADS = [
     Workload("over_queries", "small", OverQueries, heads, (32,), {"q": {2: "tokens"}}, lambda out: out.sum()),
     Workload("two_factors", "small", TwoFactors, images, (2,), {"x": {0: "batch"}}, lambda out: out.sum()),
+    Workload("broken", "small", Broken, images, (2,), {"x": {0: "batch"}}, lambda out: out.sum()),
     Workload("moody", "small", Moody, images, (2,), {"x": {0: "batch"}}, lambda out: out.sum()),
 ]
 '''
@@ -90,3 +95,12 @@ def test_a_model_that_disagrees_with_itself_is_marked_and_not_timed(tmp_path: pa
     ]
     assert all(row.get("median_ms") is None and "disagrees with itself" in row["failure"] for row in rows)
     assert "no cell" in summary(rows)
+
+
+@pytest.mark.multiprocess
+def test_a_model_that_raises_has_no_accuracy_on_any_side(tmp_path: pathlib.Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    (rows,) = Suite(candidates=("eager", "fusewright")).run(plan_cells(str(job), ["broken"], ["inference"]))
+    assert [row["accuracy"] for row in rows] == [None, None, None]
+    assert all("my own bug" in row["failure"] for row in rows)

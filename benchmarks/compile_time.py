@@ -5,7 +5,7 @@
 Each repeat gets a cache folder of its own for each side; the sides take turns, and the ratio is taken inside a repeat.
 fusewright compiles for a range of sizes, as `torch.compile(dynamic=True)` does, while torch.compile's default compiles
 for the one size that it has seen; so there is a ratio against each. First-call verification is part of the cold first
-step and is printed apart, as `verify_s`.
+step and is printed apart, as `verify_s`. `--ours fusewright_exact` compiles for exact sizes instead of ranges.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def main() -> None:
     parser.add_argument("--mode", default="inference,training")
     parser.add_argument("--length", type=int, help="default: the smallest of each workload")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ours", choices=("fusewright", "fusewright_exact"), default="fusewright")
+    parser.add_argument(
+        "--ours", choices=("fusewright", "fusewright_exact"), default="fusewright", help="ranges or exact sizes"
+    )
     parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args()
     lengths = [options.length] if options.length else []

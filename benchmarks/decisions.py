@@ -4,10 +4,10 @@
     python -m benchmarks.decisions --kind 0.05 --count 50 --output decisions.jsonl      # 5 % slower
     python -m benchmarks.decisions --kind 0.03 --count 50 --output decisions.jsonl --busy
 
-A decision is one cell as `fusewright bench` measures it: two providers of one workload in fresh pairs of processes that
-take turns. Workloads run in eager, in turns. A slow-down is a wait at the end of each step, a fraction of what the step
-takes in that process. `--busy` keeps one core busy meanwhile: then undecided is allowed, a wrong verdict is not. Rows
-are appended as each decision falls, and decisions that the output file holds are not made again.
+A decision is one cell measured as `fusewright bench --budget 20` does: two providers of one workload in fresh pairs of
+processes that take turns. Workloads run in eager, one after the other. A slow-down is a wait at the end of each step, a
+fraction of what the step takes in that process. `--busy` keeps one core busy meanwhile: then undecided is allowed, a
+wrong verdict is not. Rows are appended as each decision falls, and what the output file holds is not decided again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fusewright.autotune.timing import Plan, measure_pairs
 from fusewright.autotune.trial import Failure, Provider
 from fusewright.bench.cells import plan_cells
 from fusewright.bench.rivals import RivalSubject
-from fusewright.bench.rows import append_rows, check_same_place, provenance, read_rows
+from fusewright.bench.rows import append_rows, check_same_place, check_writable, provenance, read_rows
 from fusewright.errors import UserInputError
 
 SUITE = "benchmarks.workloads:COMPARABLE"
@@ -116,10 +116,11 @@ def main() -> None:
     names = options.workloads.split(",")
     try:
         plan_cells(SUITE, names, ["inference"])
+        check_writable(options.output)
+        kept = read_rows(options.output)
+        check_same_place(kept, options.output)
     except UserInputError as error:
-        parser.error(f"--workloads: {error}")
-    kept = read_rows(options.output)
-    check_same_place(kept, options.output)
+        parser.error(str(error))
     done = [row for row in kept if (row["kind"], row["busy"]) == (options.kind, options.busy)]
     with one_core_busy(options.busy):
         for number in track(range(len(done), options.count), "deciding", console=Console(stderr=True)):

@@ -266,11 +266,13 @@ class _Hook:
         args, kwargs = _call_in_progress(front)
         sizes = front.named_sizes(args, kwargs)
         sources: dict[tuple[str, int], str] = {}
-        root, tensors = frame.f_code is front.root_code, _tensors(frame)
+        named = list(front._named_tensors(args, kwargs))
+        root = frame.f_code is front.root_code
+        tensors = [tensor for _, _, tensor, _ in named] if root else _tensors(frame)
         unmark = compat.marks_of(tensors)
         present = {id(tensor) for tensor in tensors}
-        for _, source, tensor, named in front._named_tensors(args, kwargs):
-            for dim, name in named.items():
+        for _, source, tensor, names in named:
+            for dim, name in names.items():
                 if root:
                     sources[source, dim] = name
                 # torch specialises on 0 and 1: such a call gets a static frame

@@ -200,7 +200,7 @@ def build(
 
 def _count_inlined(record: Record, name: str, strict: bool) -> None:
     """Count that another compilation, not ours, traces through the model: its graph holds none of our rewrites."""
-    if current_frame() is not None:  # part of another optimized model
+    if OFF.depth or current_frame() is not None:  # switched off, or part of another optimized model
         return
     reason = "an outer torch.compile traces through the model, so that its graph and not ours runs"
     if strict:

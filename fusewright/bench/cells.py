@@ -154,8 +154,9 @@ class Suite:
                 row["median_ms"] = round(finished[0].baseline_s * 1e3, 4) if finished else None
                 row["failure"] = None if measured.baseline_failure is None else str(measured.baseline_failure)
             else:
-                row |= _timing(measured.results[name], measured.baseline_failure)
-                if name not in checks and row.get("failure"):
+                found = measured.results[name]
+                row |= _timing(found, measured.baseline_failure)
+                if name == "eager" and isinstance(found, Failure):
                     row["accuracy"] = None
             rows.append(row)
         return rows + ([best_of(rows)] if BEST in self.candidates else [])

@@ -15,6 +15,8 @@ from rich.text import Text
 from fusewright.bench.rows import COMPARABLE_BY, Row, newest, read_rows
 from fusewright.errors import UserInputError
 
+WRONG, FAILS = "WRONG NOW", "FAILS NOW"
+
 
 @dataclass(frozen=True)
 class Change:
@@ -40,7 +42,9 @@ class Change:
     def verdict(self) -> str:
         """What may be said: an interval that holds 1 shows no difference, which is not the same as being equal."""
         if self.accuracy[0] is True and self.accuracy[1] is False:
-            return "WRONG NOW"
+            return WRONG
+        if self.accuracy[0] in (True, "reference") and self.accuracy[1] is None:
+            return FAILS
         if math.isnan(self.ci_high):
             return "undecided"
         if self.ci_low > 1:
@@ -54,14 +58,15 @@ class Change:
 
 
 def changes(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
-    """Each provider and cell that both have, in the order of `after`.
+    """Each provider and cell that both have, in the order of `after`; torch.compile only where it is worse than slow.
 
     Times of two runs are never held against each other (PROTOCOLS T1): each run's ratio to its own torch.compile is.
     The interval treats the two runs as independent and the log-ratios as normal.
     """
     old = {(row["cell"], row["provider"]): row for row in newest(before)}
     pairs = [(old[key], row) for row in newest(after) if (key := (row["cell"], row["provider"])) in old]
-    return [_change(a, b) for a, b in pairs if b["provider"] != "compile"]
+    found = [_change(a, b) for a, b in pairs]
+    return [change for change in found if change.provider != "compile" or change.verdict in (WRONG, FAILS)]
 
 
 def _change(a: Row, b: Row) -> Change:

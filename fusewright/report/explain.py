@@ -37,7 +37,7 @@ class Explanation:
             f"{d['calls']} calls, {d['dispatched']} graph dispatches, {d['graphs']} graphs, "
             f"{d['lowerings']} lowerings, {len(d['breaks'])} graph breaks, {d['recompiles']} recompiles"
         )
-        if not d["calls"]:
+        if not d["calls"] and not d["disabled_calls"]:
             head += (
                 "\nnot called yet; or only by way of an outer torch.compile, which traces through it, so that "
                 "nothing of ours runs: call the model itself, without torch.compile around it"

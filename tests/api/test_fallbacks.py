@@ -261,6 +261,15 @@ def test_an_outer_compile_is_an_error_under_strict() -> None:
         outer(batch())
 
 
+def test_a_disabled_model_may_be_compiled_by_others() -> None:
+    model = cheap(Net().eval(), strict=True)
+    with fusewright.disabled():
+        outer = torch.compile(model, backend="eager")(batch())
+        torch.testing.assert_close(outer, model(batch()))
+    assert fallbacks(model, "inlined") == []
+    assert "not called yet" not in str(fusewright.explain(model))
+
+
 def test_explain_says_that_a_model_was_called_by_no_one_but_an_outer_compile() -> None:
     model = cheap(Net().eval())
     torch.compile(lambda x: model(x) * 2, backend="eager")(batch())  # Dynamo goes straight to `forward`

@@ -34,6 +34,9 @@ def row(ratio: float | None, width: float = 0.01, cell: str = "mlp", **more: Any
         (row(1.0), row(None), "undecided"),
         (row(1.0), row(1.5, accuracy=False), "WRONG NOW"),
         (row(1.0, accuracy=False), row(1.5, accuracy=False), "faster"),
+        (row(1.0), row(None, accuracy=None), "FAILS NOW"),
+        (row(1.0, accuracy="reference"), row(None, accuracy=None), "FAILS NOW"),
+        (row(1.0, accuracy=None), row(None, accuracy=None), "undecided"),
     ],
 )
 def test_verdicts(before: dict[str, Any], after: dict[str, Any], verdict: str) -> None:
@@ -46,6 +49,12 @@ def test_the_interval_of_a_change_holds_the_noise_of_both_runs() -> None:
     (wide,) = changes([row(1.0, 0.03)], [row(1.0, 0.04)])
     assert narrow.ci_high == pytest.approx(1 + 0.01 * 2**0.5, rel=1e-3)
     assert wide.ci_high == pytest.approx(1.05, rel=3e-3)
+
+
+def test_torch_compile_is_named_only_where_it_became_wrong_or_fails() -> None:
+    good, wrong = ([row(None, provider="compile", accuracy=accuracy)] for accuracy in (True, False))
+    assert changes(good, good) == []
+    assert [change.verdict for change in changes(good, wrong)] == ["WRONG NOW"]
 
 
 def show(before: pathlib.Path, after: pathlib.Path) -> str:

@@ -12,13 +12,15 @@ import torch
 from torch import fx
 
 from fusewright.config import Numerics
-from fusewright.fusion.match import build, contraction, layout, masks, proof, scores, site, sizes, view
+from fusewright.fusion.match import build, contraction, layout, masks, proof, scores, site, sizes, view, writes
 from fusewright.fusion.match.contraction import Operand
 from fusewright.fusion.match.masks import MaskKind, MaskPlan
 from fusewright.fusion.match.scores import Scores, Term
 from fusewright.fusion.match.site import Labels, RefusedError, Site
 from fusewright.fusion.ops import attention as attention_op
 from fusewright.passes.base import Pass, PassContext, Stage, tensor_of
+
+_FEW_KEYS = 128  # below, leaving out hidden keys saves less than finding them costs
 
 
 @dataclass(frozen=True)
@@ -205,12 +207,22 @@ def _plan(core: Core, causal: dict[Term, bool], training: bool) -> tuple[Site, b
     replacement = build.Plan(
         q, k, v, parts.groups, core.out_perm,
         None if out_rank == 4 else (core.heads or 0), parts.scale, plan.kind, terms, plan.value, dtype, training,
-        len(core.scores.ignored),
+        len(core.scores.ignored), _pays_extents(core, plan, labels),
     )  # fmt: skip
     labels |= parts.shaped
     few = "k" if parts.groups > 1 else "n"
     named = _operand_labels(parts, few, core.output)
     return _site(core, parts, plan, {**labels, **named}, square, any(cast.values())), replacement
+
+
+def _pays_extents(core: Core, plan: MaskPlan, labels: dict[fx.Node, Labels]) -> bool:
+    """Whether the kernel is told which keys the mask hides: on the CPU, where it names keys, and there are many."""
+    if plan.kind not in (MaskKind.ADDITIVE, MaskKind.BOOLEAN):
+        return False
+    output, keys = tensor_of(core.output), view.shape_of(core.scores.product)[-1]
+    assert output is not None, core
+    names_keys = any(labels[term.mask][-1:] == ("s",) for term in plan.terms)
+    return output.device.type == "cpu" and names_keys and not (isinstance(keys, int) and keys < _FEW_KEYS)
 
 
 def _operand_labels(parts: _Operands, few: str, output: fx.Node) -> dict[fx.Node, Labels]:
@@ -281,6 +293,14 @@ def _site(
     )
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What one run found out about masks, which layers share: those that are causal; nodes made of masks alone."""
+
+    causal: dict[Term, bool]
+    of_masks: dict[str, fx.Node]
+
+
 class FuseAttention(Pass):
     """softmax(scale * q @ k^T + mask) @ v, however it is spelled, becomes `fusewright::attention`.
 
@@ -294,10 +314,10 @@ class FuseAttention(Pass):
     requires: ClassVar[tuple[str, ...]] = ()
 
     def digest_sources(self) -> Sequence[object]:
-        return (attention_op, build, contraction, layout, masks, proof, scores, site, sizes, view)
+        return (attention_op, build, contraction, layout, masks, proof, scores, site, sizes, view, writes)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
-        rewrites, causal = 0, dict[Term, bool]()
+        rewrites, known = 0, _Known({}, {})
         for node in list(gm.graph.nodes):
             op = view.normalize(node)
             if op is not None and op.kind == "sdpa":
@@ -307,23 +327,23 @@ class FuseAttention(Pass):
             try:
                 core = recognise(op)
                 ctx.recognise("attention")
-                rewrites += self._rewrite(gm, core, causal, ctx)
+                rewrites += self._rewrite(gm, core, known, ctx)
             except RefusedError as refusal:
                 ctx.declined(refusal.node, refusal.reason)
         if rewrites:
             gm.recompile()
         return rewrites
 
-    def _rewrite(self, gm: fx.GraphModule, core: Core, causal: dict[Term, bool], ctx: PassContext) -> bool:
-        place, plan = _plan(core, causal, ctx.training)
-        writer = site.written_between(place)
+    def _rewrite(self, gm: fx.GraphModule, core: Core, known: _Known, ctx: PassContext) -> bool:
+        place, plan = _plan(core, known.causal, ctx.training)
+        writer = writes.written_between(place.nodes)
         if writer is not None:
             raise RefusedError(core.output, f"{writer} writes to a tensor before the product with v")
         replacement = build.build(plan)
         proof.demand(place, replacement, training=ctx.training)
         if not ctx.allow(core.output):
             return False
-        result = layout.keep_strides(site.splice(gm, place, replacement), core.output)
+        result = layout.keep_strides(site.splice(gm, place, replacement, known.of_masks), core.output)
         core.output.replace_all_uses_with(result)
         site.erase(gm, place.nodes)
         return True

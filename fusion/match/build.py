@@ -52,6 +52,7 @@ class Plan:
     dtype: torch.dtype
     training: bool
     ignored: int
+    extents: bool
 
 
 def build(plan: Plan) -> fx.GraphModule:
@@ -73,7 +74,8 @@ def build(plan: Plan) -> fx.GraphModule:
             if plan.fill != -math.inf:
                 # Every score of a hidden row is the same: the plain average of v, and no gradient to q and k.
                 q = _method("masked_fill", q, dead, 0.0)
-    result = graph.call_function(call, (q, k, v, mask, plan.mask is MaskKind.CAUSAL, plan.scale))
+    extents = graph.call_function(torch.ops.fusewright.attention_extents.default, (mask,)) if plan.extents else None
+    result = graph.call_function(call, (q, k, v, mask, extents, plan.mask is MaskKind.CAUSAL, plan.scale))
     out = graph.call_function(operator.getitem, (result, 0))
     if dead is not None and plan.fill == -math.inf:
         out = _poisoned(plan, out, v, dead)

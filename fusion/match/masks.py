@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusewright.fusion.match.scores import Term
 from fusewright.fusion.match.site import RefusedError, call
 from fusewright.fusion.match.sizes import same
-from fusewright.fusion.match.view import dtype_of, shape_of, spelling, writes_in_place
+from fusewright.fusion.match.view import dtype_of, shape_of, spelling
+from fusewright.fusion.match.writes import is_written
 from fusewright.passes.base import tensor_of, value_of
 
 
@@ -98,9 +99,7 @@ def is_causal(term: Term) -> bool:
         return False
     known = constant_value(term.mask)
     if known is None:
-        return (
-            term.kind == "fill" and not _is_written(_ancestors(term.mask)) and _hides_future(term.mask, term.inverted)
-        )
+        return term.kind == "fill" and not is_written(_ancestors(term.mask)) and _hides_future(term.mask, term.inverted)
     future = torch.ones(known.shape[-2:], dtype=torch.bool).triu_(1)
     if term.kind == "fill":
         return bool((known == (future != term.inverted)).all())
@@ -186,7 +185,7 @@ def _constant_ancestors(node: fx.Node) -> list[fx.Node] | None:
             return None
         if not all(isinstance(size, int) for size in value.shape) or value.numel() > _LARGEST_CONSTANT:
             return None
-    return None if _is_written(found) else sorted(found)
+    return None if is_written(found) else sorted(found)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
@@ -198,30 +197,3 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
             found.add(step)
             stack += step.all_input_nodes
     return found
-
-
-def _is_written(nodes: set[fx.Node]) -> bool:
-    """Whether anything in the graph writes to the memory of one of `nodes`, directly or through a view of it.
-
-    Walks forward only, through users that share memory with what they are made from, so that the cost is that of the
-    mask's own surroundings and not of the whole graph.
-    """
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        step = stack.pop()
-        for user in step.users:
-            if writes_in_place(user) and user.all_input_nodes and user.all_input_nodes[0] is step:
-                return True
-            if user not in seen and user not in nodes and _shares_memory(step, user):
-                seen.add(user)
-                stack.append(user)
-    return False
-
-
-def _shares_memory(node: fx.Node, user: fx.Node) -> bool:
-    """Whether `user` may be a view of `node`; where a fake value is missing or is no tensor, it may."""
-    before, after = tensor_of(node), tensor_of(user)
-    if before is None or after is None:
-        return True
-    return bool(before.untyped_storage()._cdata == after.untyped_storage()._cdata)

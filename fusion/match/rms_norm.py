@@ -13,7 +13,7 @@ from torch import fx
 
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.config import Numerics
-from fusewright.fusion.match import layout, proof, site, sizes, view
+from fusewright.fusion.match import layout, proof, site, sizes, view, writes
 from fusewright.fusion.match.site import RefusedError, Site
 from fusewright.fusion.match.view import Op, normalize
 from fusewright.fusion.ops import rms_norm as rms_norm_op
@@ -185,7 +185,7 @@ class FuseRMSNorm(Pass):
         return device == "cuda"
 
     def digest_sources(self) -> Sequence[object]:
-        return (layout, proof, rms_norm_op, site, sizes, view)
+        return (layout, proof, rms_norm_op, site, sizes, view, writes)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
         rewrites = 0
@@ -205,7 +205,7 @@ class FuseRMSNorm(Pass):
 
     def _rewrite(self, gm: fx.GraphModule, norm: Norm, ctx: PassContext) -> bool:
         place = _check(norm)
-        writer = site.written_between(place)
+        writer = writes.written_between(place.nodes)
         if writer is not None:
             raise RefusedError(norm.output, f"{writer} writes to a tensor before the product with x")
         replacement = _build(norm)

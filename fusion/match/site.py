@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from fusewright.fusion.match.sizes import same
-from fusewright.fusion.match.view import is_module_known, shape_of, spelling, writes_in_place
+from fusewright.fusion.match.view import shape_of, spelling
+from fusewright.fusion.match.writes import written_since
 from fusewright.passes.base import tensor_of, value_of
 
 Labels = tuple[str | int, ...]
@@ -75,27 +76,20 @@ def _between(inputs: Iterable[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(sorted(found))  # nodes compare by their place in the graph
 
 
-def written_between(site: Site) -> str | None:
-    """Name of a node that writes to a tensor, or may, while the site is being computed; None without one.
-
-    The replacement reads its inputs where the output stood; the original read some of them earlier.
-    """
-    mine, node = set(site.nodes), site.nodes[0]
-    while node is not site.output:
-        if node not in mine and (writes_in_place(node) or node.op == "call_module" or not is_module_known(node)):
-            return node.name
-        node = node.next
-    return None
-
-
 def same_meta(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fake tensors agree in what the rest of the graph was traced for; strides may differ."""
     return a.dtype == b.dtype and a.device == b.device and a.dim() == b.dim()
 
 
-def splice(gm: fx.GraphModule, site: Site, replacement: fx.GraphModule) -> fx.Node:
-    """Put the nodes of `replacement` in front of the site's output with fake values, and return its result."""
+def splice(
+    gm: fx.GraphModule, site: Site, replacement: fx.GraphModule, shared: dict[str, fx.Node] | None = None
+) -> fx.Node:
+    """Put the nodes of `replacement` in front of the site's output with fake values, and return its result.
+
+    shared: what earlier sites of this graph made of masks alone, by its text; one with equal text is used again.
+    """
     values: dict[fx.Node, fx.Node] = {}
+    of_masks = set(site.masks)
     feeds = iter(site.inputs)
     result: fx.Node | None = None
     with gm.graph.inserting_before(site.output):
@@ -105,14 +99,27 @@ def splice(gm: fx.GraphModule, site: Site, replacement: fx.GraphModule) -> fx.No
             elif node.op == "output":
                 result = values[node.args[0]]
             else:
-                values[node] = gm.graph.node_copy(node, values.__getitem__)
-                set_fake_value(values[node], site.output)
+                key, used = _text(node, values), [values[n] for n in node.all_input_nodes]
+                known = shared.get(key) if shared is not None and of_masks.issuperset(used) else None
+                if known is None or known > site.output or any(written_since(n, known) for n in used):
+                    known = gm.graph.node_copy(node, values.__getitem__)
+                    set_fake_value(known, site.output)
+                values[node] = known
+                if shared is not None and of_masks.issuperset(used):
+                    shared[key] = known
+                    of_masks.add(known)
     assert result is not None, replacement.code
     old, new = tensor_of(site.output), tensor_of(result)
     assert old is not None, site.output
     assert new is not None, result
     assert same_meta(old, new), (old, new, replacement.code)
     return result
+
+
+def _text(node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> str:
+    """What `node` does to which nodes; names are unique in a graph."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    return f"{node.op} {node.target} {args} {kwargs}"
 
 
 def erase(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:

@@ -70,7 +70,7 @@ def test_hidden_row(name: str, training: bool) -> None:
 def test_causal_is_known_only_where_the_mask_is(name: str) -> None:
     case = next(case for case in ATTENTION if case.function.__name__ == name)
     report = PassTester(FuseAttention()).check(case.function, case.args(), expect_rewrites=1)
-    mask, causal = calls(report.after)[0].args[3:5]
+    mask, _, causal = calls(report.after)[0].args[3:6]
     assert causal == (name != "masked_fill_causal_buffer"), "a buffer's values are not known while compiling"
     assert (mask is None) == causal
 
@@ -92,7 +92,7 @@ def test_nearly_causal(mask: Any) -> None:
         return (q @ k.mT).masked_fill(hidden, float("-inf")).softmax(-1) @ v
 
     report = PassTester(FuseAttention()).check(attend, Case(attend).args(), expect_rewrites=1)
-    assert calls(report.after)[0].args[4] is False
+    assert calls(report.after)[0].args[5] is False
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_dynamic_tokens(name: str) -> None:
     report = PassTester(FuseAttention()).check(cases[name].function, args, expect_rewrites=1)
     sizes = [size for node in report.after.graph.nodes if node.op == "placeholder" for size in _sizes(node)]
     assert any(isinstance(size, torch.SymInt) for size in sizes), "the capture was static"
-    assert calls(report.after)[0].args[4] is ("causal" in name)
+    assert calls(report.after)[0].args[5] is ("causal" in name)
 
 
 def _sizes(node: torch.fx.Node) -> tuple[Any, ...]:
@@ -199,7 +199,7 @@ def test_written_mask_is_not_known(write: Any, dynamic: bool) -> None:
         for x in args:
             torch._dynamo.mark_dynamic(x, 2)
     report = PassTester(FuseAttention()).check(attend, args, expect_rewrites=1)
-    assert calls(report.after)[0].args[4] is False
+    assert calls(report.after)[0].args[5] is False
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_reordered_triangle_is_not_causal(index: Any) -> None:
     for x in args:
         torch._dynamo.mark_dynamic(x, 2)
     report = PassTester(FuseAttention()).check(attend, args, expect_rewrites=1)
-    assert calls(report.after)[0].args[4] is False
+    assert calls(report.after)[0].args[5] is False
 
 
 def test_integers_are_not_a_causal_mask() -> None:

@@ -135,7 +135,9 @@ def test_row_chunks_of_the_exact_path_join(monkeypatch: pytest.MonkeyPatch) -> N
         check(*qkv(torch.float32), mask.requires_grad_(), True)
     q, k, v = (x.detach() for x in qkv(torch.float32))
     out, lse = exact.forward(q, k, v, None, True, SCALE)
-    for result, expected in zip((out, lse), torch.ops.fusewright.attention(q, k, v, None, True, SCALE), strict=True):
+    for result, expected in zip(
+        (out, lse), torch.ops.fusewright.attention(q, k, v, None, None, True, SCALE), strict=True
+    ):
         torch.testing.assert_close(result, expected)
 
 
@@ -167,10 +169,10 @@ def test_operator_contract(kind: str) -> None:
     masks = {"additive": torch.randn(2, 1, 7, 9), "boolean": torch.rand(7, 9) > 0.2, "learned": torch.randn(4, 1, 9)}
     mask = masks[kind].requires_grad_(kind == "learned") if kind in masks else None
     q, k, v = (x.detach().requires_grad_() for x in qkv(torch.float32, T=7, S=9, H=4))
-    torch.library.opcheck(torch.ops.fusewright.attention.default, (q, k, v, mask, True, SCALE))
+    torch.library.opcheck(torch.ops.fusewright.attention.default, (q, k, v, mask, None, True, SCALE))
     q, k, v, mask = (None if x is None else x.detach() for x in (q, k, v, mask))
-    out, lse = torch.ops.fusewright.attention(q, k, v, mask, True, SCALE)
-    arguments = (torch.randn(out.shape), q, k, v, mask, out, lse, True, SCALE, kind == "learned")
+    out, lse = torch.ops.fusewright.attention(q, k, v, mask, None, True, SCALE)
+    arguments = (torch.randn(out.shape), q, k, v, mask, None, out, lse, True, SCALE, kind == "learned")
     torch.library.opcheck(torch.ops.fusewright.attention_backward.default, arguments)
     assert torch.Tag.pt2_compliant_tag in torch.ops.fusewright.attention.default.tags
 
@@ -208,7 +210,7 @@ def test_autocast_does_as_torch_does(compiled: bool) -> None:
 
 def test_lse_is_the_logarithm_of_the_mass_and_carries_no_gradient() -> None:
     q, k, v = qkv(torch.float32, N=2, K=2)
-    out, lse = torch.ops.fusewright.attention(q, k, v, None, False, SCALE)
+    out, lse = torch.ops.fusewright.attention(q, k, v, None, None, False, SCALE)
     torch.testing.assert_close(lse, (q @ k.mT * SCALE).logsumexp(-1).detach())
     assert not lse.requires_grad
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)

@@ -31,13 +31,13 @@ def test_attention_equals_the_cpu_implementation(mask_shape: tuple[int, ...] | N
     mask = None if mask_shape is None else torch.randn(mask_shape)
     if boolean and mask is not None:
         mask = mask > -2
-    out, lse = attention._forward_cuda(q, k, v, mask, True, SCALE)
-    expected_out, expected_lse = attention._forward_cpu(q, k, v, mask, True, SCALE)
+    out, lse = attention._forward_cuda(q, k, v, mask, None, True, SCALE)
+    expected_out, expected_lse = attention._forward_cpu(q, k, v, mask, None, True, SCALE)
     torch.testing.assert_close((out, lse), (expected_out, expected_lse))
     assert (out.stride(), lse.stride()) == (expected_out.stride(), expected_lse.stride())
     dout = torch.randn(2, 4, 8, 5).mT
-    grads = attention._backward_cuda(dout, q, k, v, mask, out, lse, True, SCALE, False)
-    expected = attention._backward_cpu(dout, q, k, v, mask, out, lse, True, SCALE, False)
+    grads = attention._backward_cuda(dout, q, k, v, mask, None, out, lse, True, SCALE, False)
+    expected = attention._backward_cpu(dout, q, k, v, mask, None, out, lse, True, SCALE, False)
     torch.testing.assert_close(tuple(grads), tuple(expected))
     assert [g.stride() for g in grads] == [g.stride() for g in expected]
 
@@ -46,12 +46,12 @@ def test_what_the_kernels_do_not_take_is_computed_by_aten(monkeypatch: pytest.Mo
     monkeypatch.setattr(attention_launch, "forward", None)  # a call would fail
     monkeypatch.setattr(attention_launch, "backward", None)
     for q in (torch.randn(1, 2, 3, 300), torch.randn(1, 2, 3, 8).double()):
-        result = attention._forward_cuda(q, q, q, None, True, SCALE)
-        torch.testing.assert_close(result, attention._forward_cpu(q, q, q, None, True, SCALE))
+        result = attention._forward_cuda(q, q, q, None, None, True, SCALE)
+        torch.testing.assert_close(result, attention._forward_cpu(q, q, q, None, None, True, SCALE))
     q, mask = torch.randn(1, 2, 3, 8), torch.randn(2, 3, 3)
-    out, lse = attention._forward_cpu(q, q, q, mask, False, SCALE)
-    grads = attention._backward_cuda(out, q, q, q, mask, out, lse, False, SCALE, True)
-    torch.testing.assert_close(grads, attention._backward_cpu(out, q, q, q, mask, out, lse, False, SCALE, True))
+    out, lse = attention._forward_cpu(q, q, q, mask, None, False, SCALE)
+    grads = attention._backward_cuda(out, q, q, q, mask, None, out, lse, False, SCALE, True)
+    torch.testing.assert_close(grads, attention._backward_cpu(out, q, q, q, mask, None, out, lse, False, SCALE, True))
 
 
 @pytest.mark.parametrize("with_weight", [True, False])

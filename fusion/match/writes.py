@@ -1,0 +1,64 @@
+"""Who writes to which memory in a graph: what may be read later, or twice, instead of where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from fusewright.fusion.match.view import is_module_known, writes_in_place
+from fusewright.passes.base import tensor_of
+
+
+def written_between(nodes: Collection[fx.Node]) -> str | None:
+    """Name of a node that writes to a tensor, or may, between the first and the last of `nodes`; None without one.
+
+    A replacement reads its inputs where the output stood; the original read some of them earlier.
+    """
+    mine, node, output = set(nodes), min(nodes), max(nodes)
+    while node is not output:
+        if node not in mine and (writes_in_place(node) or node.op == "call_module" or not is_module_known(node)):
+            return node.name
+        node = node.next
+    return None
+
+
+def written_since(node: fx.Node, since: fx.Node) -> bool:
+    """Whether anything after `since` writes to the memory of `node`."""
+    known, stack = {node}, [node]
+    while stack:
+        step = stack.pop()
+        for parent in step.all_input_nodes:
+            if parent not in known and _shares_memory(parent, step):
+                known.add(parent)
+                stack.append(parent)
+    return is_written(known, since)
+
+
+def is_written(nodes: set[fx.Node], since: fx.Node | None = None) -> bool:
+    """Whether anything in the graph writes to the memory of one of `nodes`, directly or through a view of it.
+
+    since: only what comes later counts.
+    Walks forward only, through users that share memory with what they are made from, so that the cost is that of the
+    mask's own surroundings and not of the whole graph.
+    """
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        step = stack.pop()
+        for user in step.users:
+            writes = writes_in_place(user) and user.all_input_nodes and user.all_input_nodes[0] is step
+            if writes and (since is None or user > since):
+                return True
+            if user not in seen and user not in nodes and _shares_memory(step, user):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _shares_memory(node: fx.Node, user: fx.Node) -> bool:
+    """Whether `user` may be a view of `node`; where a fake value is missing or is no tensor, it may."""
+    before, after = tensor_of(node), tensor_of(user)
+    if before is None or after is None:
+        return True
+    return bool(before.untyped_storage()._cdata == after.untyped_storage()._cdata)

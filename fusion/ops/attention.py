@@ -6,7 +6,7 @@ Query head n reads key/value head n // (N / K). `causal` keeps key s for query t
 also where T != S, as `is_causal=True` of `torch.nn.functional.scaled_dot_product_attention`). A boolean mask keeps
 where True. **A row with nothing kept gives NaN**, in out and in the gradients, as the written-out formula does (torch's
 fused operator gives 0); a row masked by a finite but huge value (finfo.min) gives the plain average of v, as there.
-`extents`, from `fusewright::attention_extents(mask)`, names the keys that the mask leaves to each chunk of rows; the CPU
+`extents`, from `fusewright::attention_extents(mask)`, names the keys that the mask leaves to each chunk of rows; CPU
 kernels do not read the others, so that a NaN in a hidden k or v stays where it is.
 Sources: Dao, "FlashAttention-2", arXiv:2307.08691; Ainslie et al., "GQA", arXiv:2305.13245.
 """

@@ -103,6 +103,11 @@ class Record:
             self.recognised.update(recognised)
             self.declines.update(declines)
 
+    def add_refusal(self, node: str, reason: str) -> None:
+        """Count one rewrite of Inductor's own that its proof did not allow, among the declines of the passes."""
+        with self._lock:
+            self.declines["inductor", node, reason] += 1
+
     def add_verdict(self, verdict: Verdict) -> None:
         """Add one comparison with eager."""
         with self._lock:

@@ -251,9 +251,11 @@ class Fragment:
             inputs = bucket_inputs(self.captured, args, bucket, self.axis_symbols)
             if ctx.frozen_weights and not training:
                 report = functools.partial(self._fall_back, "frozen_weights", label)
-                call, mutated = lower_frozen(gm, inputs, variant, hooks, args, eager=self.captured.gm, report=report)
+                call, mutated = lower_frozen(
+                    gm, inputs, variant, hooks, services.record.add_refusal, args, eager=self.captured.gm, report=report
+                )
             else:
-                call, mutated = lower(gm, inputs, variant, hooks)
+                call, mutated = lower(gm, inputs, variant, hooks, services.record.add_refusal)
             guard, separate = inputs.guard(), separate_memory(self.captured, mutated)
         if separate is not None and not separate(args):
             return self._overlapping(separate, label)

@@ -22,8 +22,10 @@ from fusewright.passes.frozen.hoist import UnfitWeightsError, hoist
 from fusewright.pipeline.pipeline import Pipeline, PipelineResult
 from fusewright.runtime.cudagraph import launch
 from fusewright.runtime.fakes import BucketInputs
+from fusewright.runtime.inductor.pattern_proofs import PatternProofs
 
 Callee = Callable[..., Any]
+Refuse = Callable[[str, str], None]
 
 HOOKS = {Stage.JOINT: "joint_custom_post_pass", Stage.POST_GRAD: "post_grad_custom_pre_pass"}
 
@@ -86,8 +88,11 @@ def lower(
     inputs: BucketInputs,
     variant: GraphVariant,
     hooks: dict[Stage, GraphHook],
+    refuse: Refuse,
 ) -> tuple[Callee, tuple[int, ...] | None]:
     """Compile `gm`, which this takes over, for `inputs`; in training the backward too.
+
+    `refuse(node, reason)` is told of each rewrite of Inductor's own that its proof did not allow.
 
     Left to itself, AOTAutograd compiles a backward that saves no size when it is first called, where a failure could
     no longer lead to another lowering.
@@ -106,9 +111,12 @@ def lower(
         if variant.lowering is Lowering.AOT_EAGER:
             compiled = torch._dynamo.lookup_backend("aot_eager")(gm, inputs.values)
         else:
-            patches = {HOOKS[stage]: hook for stage, hook in hooks.items()} | dict(variant.options)
+            proofs = PatternProofs(refuse)
+            patches: dict[str, Any] = {HOOKS[stage]: hook for stage, hook in hooks.items()}
+            patches |= {"joint_custom_pre_pass": proofs, **dict(variant.options)}
             patches |= launch.PATCHES if variant.launch is Launch.CUDA_GRAPHS else {}
-            compiled = compile_fx(gm, inputs.values, config_patches=patches or None)
+            with proofs.watching():
+                compiled = compile_fx(gm, inputs.values, config_patches=patches)
         assert context is not None
         metadata = context.fw_metadata
     # not `mutated_inp_runtime_indices`: that leaves out the inputs that the compiled graph itself writes to
@@ -122,6 +130,7 @@ def lower_frozen(
     inputs: BucketInputs,
     variant: GraphVariant,
     hooks: dict[Stage, GraphHook],
+    refuse: Refuse,
     args: Sequence[Any],
     *,
     eager: Callee,
@@ -136,12 +145,12 @@ def lower_frozen(
     """
     hoisted = hoist(copy_graph(gm), args)
     if hoisted is None:
-        return lower(gm, inputs, variant, hooks)
+        return lower(gm, inputs, variant, hooks, refuse)
     try:
         values = hoisted.lowered_values(inputs.mode, inputs.values, args)
     except UnfitWeightsError as error:
         report(str(error))
-        return lower(gm, inputs, variant, hooks)
+        return lower(gm, inputs, variant, hooks, refuse)
     inputs.values = values
-    call, mutated = lower(hoisted.main, inputs, variant, hooks)
+    call, mutated = lower(hoisted.main, inputs, variant, hooks, refuse)
     return hoisted.bind(call, mutated, eager, report)

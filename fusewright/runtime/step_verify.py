@@ -140,7 +140,8 @@ class StepBuilder:
         hooks = {stage: self._hook(stage, passes, plan) for stage, passes in plan.passes.items() if passes}
         inputs = BucketInputs(step.mode, list(step.fakes))
         with torch.no_grad(), autocast_off(step.device_types):
-            compiled, _ = lower(copy.deepcopy(step.graph_module), inputs, plan.variant, hooks)
+            graph = copy.deepcopy(step.graph_module)
+            compiled, _ = lower(graph, inputs, plan.variant, hooks, self._record.add_refusal)
         return compiled
 
     def _hook(self, stage: Stage, passes: Sequence[Pass], plan: LoweringPlan) -> GraphHook:

@@ -77,5 +77,6 @@ def compare_lowered(
         late = pipeline.select(variant, stage, ctx)
         if late:
             hooks[stage] = GraphHook(pipeline, late, ctx, "replay", lambda result: None)
-    call, mutated = lower(rewritten, bucket_inputs(captured, args, ctx.bucket), variant, hooks)
+    inputs = bucket_inputs(captured, args, ctx.bucket)
+    call, mutated = lower(rewritten, inputs, variant, hooks, lambda node, reason: None)
     return verify(against or captured.gm, call, args, mutated, training=ctx.training)

@@ -152,7 +152,13 @@ def _look_through(core: Core) -> _Operands:
         if repeats_k == repeats_v > 1:
             k, v, groups = few_k, few_v, repeats_k
             shaped |= shaped_k | shaped_v
+        elif _heads(k) == _heads(v) == 1 and isinstance(_heads(q), int):  # one for all, by broadcasting
+            groups = _heads(q)  # type: ignore[assignment]
     return _Operands(q, k, v, core.scores.scale * q_scale * k_scale, groups, shaped)
+
+
+def _heads(operand: Operand) -> int | torch.SymInt:
+    return view.shape_of(operand.base)[operand.perm[1]]
 
 
 def _canonical(operand: Operand) -> tuple[int | torch.SymInt, ...]:
@@ -217,7 +223,7 @@ def _plan(core: Core, causal: dict[Term, bool], training: bool) -> tuple[Site, b
 
 def _pays_extents(core: Core, plan: MaskPlan, labels: dict[fx.Node, Labels]) -> bool:
     """Whether the kernel is told which keys the mask hides: on the CPU, where it names keys, and there are many."""
-    if plan.kind not in (MaskKind.ADDITIVE, MaskKind.BOOLEAN):
+    if plan.kind in (MaskKind.NONE, MaskKind.CAUSAL):
         return False
     output, keys = tensor_of(core.output), view.shape_of(core.scores.product)[-1]
     assert output is not None, core
@@ -245,10 +251,8 @@ def _mask_terms(core: Core, plan: MaskPlan) -> tuple[tuple[build.TermPlan, ...],
         if found is None:
             raise RefusedError(term.mask, f"a mask of shape {tuple(view.shape_of(term.mask))} for scores {tuple(full)}")
         labels[term.mask] = found
-        if term.rank == 3 and core.heads is not None:
-            raise RefusedError(term.mask, "a mask is applied while batch and heads share an axis")
-        lacks_heads = term.rank == 3 and len(found) == 3
-        terms.append(build.TermPlan(lacks_heads, term.sign, term.inverted))
+        heads = None if term.rank == 4 or len(found) < 3 else core.heads if found[0] == "g" and core.heads else 0
+        terms.append(build.TermPlan(term.kind == "fill", heads, term.sign, term.inverted))
     for node in core.scores.ignored:
         labels[node] = _ignored_labels(node, core)
     return tuple(terms), labels
@@ -336,7 +340,7 @@ class FuseAttention(Pass):
 
     def _rewrite(self, gm: fx.GraphModule, core: Core, known: _Known, ctx: PassContext) -> bool:
         place, plan = _plan(core, known.causal, ctx.training)
-        writer = writes.written_between(place.nodes)
+        writer = writes.written_between(place.nodes, place.inputs)
         if writer is not None:
             raise RefusedError(core.output, f"{writer} writes to a tensor before the product with v")
         replacement = build.build(plan)

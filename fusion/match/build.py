@@ -28,9 +28,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class TermPlan:
-    """One mask: additive with a sign, or a boolean that keeps (`inverted`) or hides."""
+    """One mask: additive with a sign, or a boolean `fill` that keeps (`inverted`) or hides.
 
-    lacks_heads: bool
+    `heads`: as in `Layout`; None also for a mask of less than three axes.
+    """
+
+    fill: bool
+    heads: int | None
     sign: int
     inverted: bool
 
@@ -66,14 +70,17 @@ def build(plan: Plan) -> fx.GraphModule:
     call = torch.ops.fusewright.attention.default
     dead = mask = None
     if plan.mask is MaskKind.ADDITIVE:
-        mask = _sum(plan, masks)
-    elif plan.mask is MaskKind.BOOLEAN:
-        mask = _kept(plan, masks)
+        mask = _folded(plan, masks)
+    elif plan.mask in (MaskKind.BOOLEAN, MaskKind.MIXED):
+        kept = _kept(plan, masks)
+        mask = kept if plan.mask is MaskKind.BOOLEAN else _folded(plan, masks)
         if plan.training or plan.fill != -math.inf:
-            dead, mask = _revive(mask)
+            dead = _method("logical_not", _method("any", kept, -1, keepdim=True))
             if plan.fill != -math.inf:
-                # Every score of a hidden row is the same: the plain average of v, and no gradient to q and k.
+                # Every score of a hidden row is the fill: the plain average of v, and no gradient to q and k.
                 q = _method("masked_fill", q, dead, 0.0)
+            if plan.mask is MaskKind.BOOLEAN:
+                mask = _method("logical_or", kept, dead)
     extents = graph.call_function(torch.ops.fusewright.attention_extents.default, (mask,)) if plan.extents else None
     result = graph.call_function(call, (q, k, v, mask, extents, plan.mask is MaskKind.CAUSAL, plan.scale))
     out = graph.call_function(operator.getitem, (result, 0))
@@ -108,37 +115,38 @@ def _taken_back(plan: Plan, out: fx.Node) -> fx.Node:
 
 
 def _four_axes(term: TermPlan, mask: fx.Node) -> fx.Node:
-    """A mask for scores (G,T,S) that were given a head axis needs one too."""
-    return _method("unsqueeze", mask, 1) if term.lacks_heads else mask
-
-
-def _sum(plan: Plan, masks: list[fx.Node]) -> fx.Node:
-    total: fx.Node | None = None
-    for term, node in zip(plan.terms, masks, strict=True):
-        mask = _four_axes(term, node)
-        mask = _method("neg", mask) if term.sign < 0 else mask
-        total = mask if total is None else _method("add", total, mask)
-    assert total is not None, plan
-    return total
+    """A mask for scores (G,T,S) that were given a head axis, or split into heads, is made alike."""
+    if term.heads is None:
+        return mask
+    return _method("unsqueeze", mask, 1) if term.heads == 0 else _method("unflatten", mask, 0, (-1, term.heads))
 
 
 def _kept(plan: Plan, masks: list[fx.Node]) -> fx.Node:
+    """Where no fill hides a score."""
     kept: fx.Node | None = None
     for term, node in zip(plan.terms, masks, strict=True):
-        mask = _four_axes(term, node)
-        mask = mask if term.inverted else _method("logical_not", mask)
-        kept = mask if kept is None else _method("logical_and", kept, mask)
+        if term.fill:
+            mask = _four_axes(term, node)
+            mask = mask if term.inverted else _method("logical_not", mask)
+            kept = mask if kept is None else _method("logical_and", kept, mask)
     assert kept is not None, plan
     return kept
 
 
-def _revive(kept: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Rows in which nothing is kept (..., T, 1), and the mask that keeps everything there.
-
-    The operator differentiates such a row as a formula of additive masks; a fill lets no gradient through it.
-    """
-    dead = _method("logical_not", _method("any", kept, -1, keepdim=True))
-    return dead, _method("logical_or", kept, dead)
+def _folded(plan: Plan, masks: list[fx.Node]) -> fx.Node:
+    """Sums and fills in their order as one additive mask; where eager overwrites the score, it absorbs it."""
+    total: fx.Node | None = None
+    for term, node in zip(plan.terms, masks, strict=True):
+        mask = _four_axes(term, node)
+        if not term.fill:
+            mask = _method("neg", mask) if term.sign < 0 else mask
+            total = mask if total is None else _method("add", total, mask)
+            continue
+        if total is None:
+            total = node.graph.call_function(torch.zeros_like, (mask,), {"dtype": plan.dtype})
+        total = _method("masked_fill", total, _method("logical_not", mask) if term.inverted else mask, plan.fill)
+    assert total is not None, plan
+    return total
 
 
 def _poisoned(plan: Plan, out: fx.Node, v: fx.Node, dead: fx.Node) -> fx.Node:

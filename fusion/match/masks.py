@@ -28,6 +28,7 @@ class MaskKind(enum.Enum):
     CAUSAL = "causal"
     BOOLEAN = "boolean"
     ADDITIVE = "additive"
+    MIXED = "mixed"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class MaskPlan:
     """The masks of one site.
 
     BOOLEAN: `terms` are fills of one `value`; a key is hidden where any of them says so. ADDITIVE: they are summed.
+    MIXED: some are fills of one `value`, some are added, in this order.
     """
 
     kind: MaskKind
@@ -76,10 +78,12 @@ def plan_masks(
     fills = [term for term in terms if term.kind == "fill"]
     if not fills:
         return MaskPlan(MaskKind.ADDITIVE, terms)
-    if len(fills) < len(terms):
-        raise RefusedError(terms[-1].mask, "boolean and additive masks together: a hidden row could differ")
     if len({term.value for term in fills}) > 1:
         raise RefusedError(terms[-1].mask, "boolean masks fill with different values")
+    if len(fills) < len(terms):
+        if training:  # of a row that the masks hide only together, the gradient stops at the filled scores alone
+            raise RefusedError(terms[-1].mask, "some masks are added, some fill, in training")
+        return MaskPlan(MaskKind.MIXED, terms, fills[0].value)
     return MaskPlan(MaskKind.BOOLEAN, terms, fills[0].value)
 
 

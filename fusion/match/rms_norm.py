@@ -205,7 +205,7 @@ class FuseRMSNorm(Pass):
 
     def _rewrite(self, gm: fx.GraphModule, norm: Norm, ctx: PassContext) -> bool:
         place = _check(norm)
-        writer = writes.written_between(place.nodes)
+        writer = writes.written_between(place.nodes, place.inputs)
         if writer is not None:
             raise RefusedError(norm.output, f"{writer} writes to a tensor before the product with x")
         replacement = _build(norm)

@@ -11,7 +11,7 @@ from torch import fx
 from fusewright.fusion.match.contraction import Operand, labels_of
 from fusewright.fusion.match.site import Labels, RefusedError, describe_users
 from fusewright.fusion.match.sizes import all_same
-from fusewright.fusion.match.view import Op, dtype_of, normalize, shape_of
+from fusewright.fusion.match.view import Op, dtype_of, normalize, shape_of, spelling
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ LABELS_3: Labels = ("g", "t", "s")
 
 def scores_of(node: fx.Node, user: fx.Node) -> Scores:
     """Walk up from `node`, whose only user must be `user`, to the product of queries and keys."""
-    if len(node.users) != 1:
+    if any(other is not user and not _reads_shape_alone(other, node) for other in node.users):
         raise RefusedError(node, f"the scores are {describe_users(node, user)}")
     op = normalize(node)
     if op is None:
@@ -64,6 +64,22 @@ def scores_of(node: fx.Node, user: fx.Node) -> Scores:
     if step is None:
         raise RefusedError(node, f"{op.kind} stands between the score product and the softmax")
     return step(op)
+
+
+def _reads_shape_alone(user: fx.Node, node: fx.Node) -> bool:
+    return spelling(user) == "expand_as" and len(user.args) == 2 and user.args[0] is not node
+
+
+def _unexpanded(mask: fx.Node, like: fx.Node) -> tuple[fx.Node, tuple[tuple[fx.Node, Labels], ...]]:
+    """The mask before it was expanded to the scores `like`, and the labels of nodes that spell their shape out."""
+    shaped: tuple[tuple[fx.Node, Labels], ...] = ()
+    while spelling(mask) in ("expand", "expand_as") and all_same(shape_of(mask), shape_of(like)):
+        if spelling(mask) == "expand":
+            shaped += ((mask, LABELS_4 if len(shape_of(mask)) == 4 else LABELS_3),)
+        source = mask.args[0]
+        assert isinstance(source, fx.Node), mask
+        mask = source
+    return mask, shaped
 
 
 def _product(op: Op) -> Scores:
@@ -123,8 +139,9 @@ def _added(op: Op) -> Scores:
         except RefusedError as error:
             refusal = refusal or error
             continue
+        mask, shaped = _unexpanded(mask, op.node)
         term = Term("add", mask, len(shape_of(op.node)), sign=-1 if op.kind == "sub" else 1)
-        return replace(inner, terms=(*inner.terms, term))
+        return replace(inner, terms=(*inner.terms, term), shaped=(*inner.shaped, *shaped))
     raise refusal or RefusedError(op.node, "no operand of the sum has the shape of the scores")
 
 
@@ -141,8 +158,9 @@ def _filled(op: Op) -> Scores:
         raise RefusedError(op.node, f"the fill value {value:g} is neither -inf nor the least {dtype}")
     if dtype_of(mask) != torch.bool:
         raise RefusedError(op.node, f"the mask of the fill has dtype {dtype_of(mask)}, not bool")
+    mask, shaped = _unexpanded(mask, op.node)
     term = Term("fill", mask, len(shape_of(op.node)), value, bool(op.attrs.get("inverted", False)))
-    return replace(inner, terms=(*inner.terms, term))
+    return replace(inner, terms=(*inner.terms, term), shaped=(*inner.shaped, *shaped))
 
 
 def _cast(op: Op) -> Scores:
@@ -170,8 +188,6 @@ def _viewed(op: Op) -> Scores:
     heads = four[1]
     if not isinstance(heads, int) or (inner.heads is not None and inner.heads != heads):
         raise RefusedError(op.node, f"a view splits the scores into {heads} heads")
-    if any(term.rank == 3 for term in inner.terms):
-        raise RefusedError(op.node, "a mask is applied before the scores are split into heads")
     labels = LABELS_4 if len(after) == 4 else LABELS_3
     return replace(inner, heads=heads, shaped=(*inner.shaped, (op.node, labels)))
 

@@ -5,22 +5,52 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from torch import fx
+from torch._ops import OpOverload
 
 from fusewright.fusion.match.view import is_module_known, writes_in_place
 from fusewright.passes.base import tensor_of
 
 
-def written_between(nodes: Collection[fx.Node]) -> str | None:
-    """Name of a node that writes to a tensor, or may, between the first and the last of `nodes`; None without one.
+def written_between(nodes: Collection[fx.Node], inputs: Collection[fx.Node]) -> str | None:
+    """Name of a node that writes, or may, to one of `inputs` between the first and the last of `nodes`; None without.
 
     A replacement reads its inputs where the output stood; the original read some of them earlier.
     """
     mine, node, output = set(nodes), min(nodes), max(nodes)
     while node is not output:
-        if node not in mine and (writes_in_place(node) or node.op == "call_module" or not is_module_known(node)):
+        if node not in mine and _may_write(node, inputs):
             return node.name
         node = node.next
     return None
+
+
+def _may_write(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
+    if node.op == "call_module" or not is_module_known(node):
+        return True
+    return writes_in_place(node) and any(_may_alias(target, read) for target in _targets(node) for read in inputs)
+
+
+def _targets(node: fx.Node) -> list[fx.Node]:
+    """What an in-place node changes: its first argument; where a schema or `out` says which, any argument counts."""
+    if isinstance(node.target, OpOverload) or "out" in node.kwargs or not node.args:
+        return node.all_input_nodes
+    found: list[fx.Node] = []
+    fx.map_arg(node.args[0], found.append)
+    return found
+
+
+def _may_alias(target: fx.Node, read: fx.Node) -> bool:
+    """Whether the two may share memory: by their fake storages, and any two that come from outside the graph."""
+    return _shares_memory(target, read) or (_is_from_outside(target) and _is_from_outside(read))
+
+
+def _is_from_outside(node: fx.Node) -> bool:
+    while node.op not in ("placeholder", "get_attr"):
+        source = next((parent for parent in node.all_input_nodes if _shares_memory(parent, node)), None)
+        if source is None:
+            return False
+        node = source
+    return True
 
 
 def written_since(node: fx.Node, since: fx.Node) -> bool:

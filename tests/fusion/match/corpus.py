@@ -14,6 +14,7 @@ from torch.nn import functional
 
 Function = Callable[..., Any]
 B, N, K, T, H = 2, 4, 2, 6, 8
+FINFO_MIN = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Case:
     """A function, the kinds of its arguments, and what a near miss is declined for ("" for attention).
 
     Kinds: q (B,N,T,H), kv (B,K,T,H), x (B,T,N,H), g (B*N,T,H), keep bool (B,1,T,T), pad bool (B,1,1,T),
-    bias float (B,1,T,T), tril (1,1,T,T) float.
+    bias float (B,1,T,T), gbias float (B*N,1,T), tril (1,1,T,T) float.
     """
 
     function: Function
@@ -45,6 +46,8 @@ def make(kind: str, dtype: torch.dtype, training: bool) -> Tensor:
         return (torch.rand(B, 1, 1, T) < 0.6) | (torch.arange(T) == 0)
     if kind == "tril":
         return torch.tril(torch.ones(T, T)).view(1, 1, T, T)
+    if kind == "gbias":
+        return torch.randn(B * N, 1, T).to(dtype)
     assert kind == "bias", kind
     return torch.randn(B, 1, T, T).masked_fill(torch.rand(B, 1, T, T) < 0.3, torch.finfo(dtype).min).to(dtype)
 
@@ -199,6 +202,34 @@ def grouped_tokens_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.transpose(2, 3)) * 0.3).softmax(-1) @ v
 
 
+def one_key_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = k[:, :1], v[:, :1]
+    return (q @ k.mT * 0.3).softmax(-1) @ v
+
+
+def alibi_baddbmm(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    """As Bloom: one bias per batch and head goes in before the scores are split into heads, the mask after."""
+    scores = slopes.baddbmm(q.flatten(0, 1), k.flatten(0, 1).mT, beta=1.0, alpha=0.3)
+    scores = scores.view(B, N, T, T) + bias
+    return (scores.softmax(-1).view(B * N, T, T) @ v.flatten(0, 1)).view(B, N, T, H)
+
+
+def filled_before_the_split(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = (q.flatten(0, 1) @ k.flatten(0, 1).mT).masked_fill(~keep.expand(B, N, T, T).flatten(0, 1), -math.inf)
+    return scores.view(B, N, T, T).softmax(-1) @ v
+
+
+def expanded_as_the_scores(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+    """As DistilBERT: the mask takes its shape from the scores."""
+    scores = q @ k.mT * 0.3
+    hidden = (pad.long() == 0).expand_as(scores)
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+def expanded_to_sizes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT + bias.expand(B, N, T, T)).softmax(-1) @ v
+
+
 def inputs_that_are_scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k = q * torch.linspace(0, 1, H).to(q), k.tanh()
     return (q @ k.mT).softmax(-1) @ (v * 2)
@@ -214,7 +245,9 @@ ATTENTION = [
     Case(tokens_first, "x x x bias"), Case(keys_permuted_once, "x x x"), Case(three_axes, "g g g"),
     Case(three_axes_baddbmm, "g g g"), Case(bias_baddbmm, "g g g"), Case(three_axes_masked_by_four, "g g g bias"),
     Case(grouped, "q kv kv bias"), Case(grouped_interleaved, "q kv kv"), Case(grouped_tokens_first, "q kv kv"),
-    Case(inputs_that_are_scaled),
+    Case(inputs_that_are_scaled), Case(one_key_head), Case(alibi_baddbmm, "q q q gbias bias"),
+    Case(filled_before_the_split, "q q q keep"), Case(expanded_as_the_scores, "q q q pad"),
+    Case(expanded_to_sizes, "q q q bias"),
 ]  # fmt: skip
 
 
@@ -240,6 +273,11 @@ def _returns_scores(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return scores.softmax(-1) @ v, scores
 
 
+def _compares_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return scores.masked_fill(scores < 0, -math.inf).softmax(-1) @ v
+
+
 def _learned_mask(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return (q @ k.mT + g[:N, :, :T]).softmax(-1) @ v
 
@@ -262,6 +300,7 @@ NEAR_MISSES = [
     Case(_returns_probabilities, reason="the probabilities are returned by the model"),
     Case(_reads_probabilities, reason="the probabilities are also used by"),
     Case(_returns_scores, reason="the scores are returned by the model"),
+    Case(_compares_scores, reason="the scores are also used by"),
     Case(lambda q, k, v: (q @ k.mT * q.mean()).softmax(-1) @ v, reason="scaled by a tensor"),
     Case(lambda q, k, v: (q @ k.mT / torch.full((), 3.0).sqrt()).softmax(-1) @ v, reason="scaled by a tensor"),
     Case(lambda q, k, v: (2.0 / (q @ k.mT)).softmax(-1) @ v, reason="divide a constant"),
@@ -280,6 +319,10 @@ NEAR_MISSES = [
     Case(lambda q, k, v: (q @ k.mT).view(B, T, N, T).softmax(-1).view(B, N, T, T) @ v, reason="a view regroups"),
     Case(_learned_mask, "q q q g", reason="the mask requires a gradient"),
     Case(_overwritten_mask, "q q q bias", reason="writes to a tensor"),
+    Case(lambda q, k, v, m, b: ((q @ k.mT).masked_fill(~m, FINFO_MIN) + b).softmax(-1) @ v, "q q q keep bias",
+         reason="some masks are added, some fill, in training"),
+    Case(lambda q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v, reason="k broadcasts its batch or head axes"),
+    Case(lambda q, k, v: (q @ k[:1].mT).softmax(-1) @ v, reason="k broadcasts its batch or head axes"),
     Case(lambda q, k, v: (q @ k.mT).softmax(-1).masked_fill(torch.eye(T).bool(), 0.0) @ v, reason="masked_fill stands"),
     Case(lambda q, k, v: (q @ k.mT).softmax(-1) + v.mean(), reason="add stands between the softmax"),
     Case(lambda q, k, v: (q + k).softmax(-1) * v, reason="is not understood"),

@@ -51,6 +51,49 @@ def test_near_miss(case: Case) -> None:
     assert not calls(report.after)
 
 
+@pytest.mark.parametrize("fill_first", [True, False], ids=["filled, added", "added, filled"])
+@pytest.mark.parametrize("fill", [-torch.inf, corpus.FINFO_MIN], ids=str)
+def test_fills_and_sums_together(fill_first: bool, fill: float) -> None:
+    """Rows that the fill hides alone, that both hide together, and that are hidden by neither."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor) -> Tensor:
+        scores = q @ k.mT
+        scores = torch.where(keep, scores, fill) + bias if fill_first else (scores + bias).masked_fill(~keep, fill)
+        return scores.softmax(-1) @ v
+
+    args = Case(attend, "q q q keep bias").args(training=False)
+    keep, bias = args[3:]
+    keep[0, 0, 1] = False
+    keep[1, 0, 2], bias[1, 0, 2] = torch.arange(corpus.T) < 3, torch.zeros(corpus.T)
+    bias[1, 0, 2, :3] = corpus.FINFO_MIN
+    report = PassTester(FuseAttention()).check(attend, args, expect_rewrites=1, training=False)
+    output = run(report.after, capture(attend, args).inputs, False)["outputs"][0]
+    assert output[0, :, 1].isnan().all() == (fill == -torch.inf)
+    assert output[0, :, 2:].isfinite().all()
+
+
+def test_a_write_elsewhere_does_no_harm() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT
+        other = torch.zeros_like(v)
+        other += 1
+        other[0] = 2.0
+        return scores.softmax(-1) @ v, other
+
+    report = PassTester(FuseAttention()).check(attend, Case(attend).args(), expect_rewrites=1)
+    assert report.declines == []
+
+
+def test_a_write_to_an_argument_may_be_a_write_to_another() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, other: Tensor) -> Tensor:
+        scores = q @ k.mT
+        other.mul_(2)
+        return scores.softmax(-1) @ v
+
+    args = (*Case(attend).args(training=False), torch.zeros(3))
+    PassTester(FuseAttention()).check_declines(attend, args, reason="mul_ writes to a tensor", training=False)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", ["masked_fill_in_place", "where_kept", "where_hidden", "two_fills", "additive_mask"])
 def test_hidden_row(name: str, training: bool) -> None:

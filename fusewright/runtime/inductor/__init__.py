@@ -1,0 +1,1 @@
+"""What stands between a graph and Inductor: proofs of what its own patterns rewrite."""

@@ -1,0 +1,182 @@
+"""A pattern's rewrite is judged and undone in the graph itself, for patterns of every kind that Inductor has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._inductor import pattern_matcher
+from torch._inductor.pattern_matcher import CallFunction, KeywordArg, PatternMatcherPass
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusewright.runtime.inductor import pattern_proofs
+from fusewright.runtime.inductor.pattern_proofs import PatternProofs
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pattern_proofs, "_VERDICTS", {})
+
+
+def chain(x: Tensor, y: Tensor) -> Tensor:
+    return (torch.mul(x, 2) + y).cos() - x
+
+
+def traced(function: Callable[..., Tensor] = chain, *args: Tensor) -> fx.GraphModule:
+    given = args or (torch.randn(3, 4), torch.randn(3, 4))
+    return make_fx(function, tracing_mode="fake")(*given)
+
+
+def handled(make: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]) -> PatternMatcherPass:
+    """A pass whose handler replaces `2 * x + y` by what `make` builds."""
+    patterns = PatternMatcherPass()
+
+    @pattern_matcher.register_graph_pattern(
+        CallFunction(aten.add.Tensor, CallFunction(aten.mul.Tensor, KeywordArg("x"), 2), KeywordArg("y")),
+        pass_dict=patterns,
+    )
+    def handler(match: Any, x: fx.Node, y: fx.Node) -> None:
+        old = match.output_node()
+        with match.graph.inserting_before(old):
+            new = make(match.graph, x, y)
+        old.replace_all_uses_with(new)
+        match.erase_nodes()
+
+    return patterns
+
+
+def right(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+    return graph.call_function(aten.add.Tensor, (y, x), {"alpha": 2})
+
+
+def wrong(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+    return graph.call_function(aten.add.Tensor, (x, y), {"alpha": 2})
+
+
+def operand(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+    return x
+
+
+def failing(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+    return graph.call_function(aten.view.default, (x, [7]))
+
+
+def other_dtype(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+    return graph.call_function(aten.to.dtype, (right(graph, x, y), torch.float64))
+
+
+def watched(patterns: PatternMatcherPass, gm: fx.GraphModule) -> list[tuple[str, str]]:
+    refused: list[tuple[str, str]] = []
+    with PatternProofs(lambda node, reason: refused.append((node, reason))).watching():
+        patterns.apply(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return refused
+
+
+def assert_unchanged_meaning(gm: fx.GraphModule) -> None:
+    args = torch.randn(3, 4), torch.randn(3, 4)
+    torch.testing.assert_close(gm(*args), chain(*args))
+
+
+def test_a_right_rewrite_stands() -> None:
+    gm = traced()
+    assert watched(handled(right), gm) == []
+    assert "alpha = 2" in gm.code
+    assert_unchanged_meaning(gm)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (wrong, "1 of 1 leaves differ"),
+        (operand, "1 of 1 leaves differ"),
+        (failing, "it fails: RuntimeError"),
+        (other_dtype, "torch.float32 (3, 4) becomes torch.float64 (3, 4)"),
+    ],
+)
+def test_a_wrong_rewrite_is_undone(make: Callable[..., fx.Node], reason: str) -> None:
+    gm = traced()
+    refused = watched(handled(make), gm)
+    assert [node for node, _ in refused] == ["add"]
+    assert reason in refused[0][1]
+    assert_unchanged_meaning(gm)
+    values = [n.meta.get("val") for n in gm.graph.nodes if n.op == "call_function"]
+    assert all(isinstance(value, Tensor) for value in values), "what was put back keeps its fake values"
+
+
+def test_without_proofs_nothing_is_held_back() -> None:
+    """In another thread too, while this one has proofs."""
+    gm, other = traced(), traced()
+    with PatternProofs(lambda node, reason: None).watching():
+        thread = threading.Thread(target=lambda: handled(wrong).apply(other.graph))
+        thread.start()
+        thread.join()
+    handled(wrong).apply(gm.graph)
+    for graph in (gm.graph, other.graph):
+        assert any(node.kwargs.get("alpha") == 2 for node in graph.nodes)
+
+
+def test_equal_sites_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    original = pattern_proofs.rewrite_proof.difference
+    monkeypatch.setattr(pattern_proofs.rewrite_proof, "difference", lambda *a: runs.append(1) or original(*a))
+
+    def layers(x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(3):
+            x = (x * 2 + y).sin()
+        return x
+
+    gm = traced(layers)
+    assert sorted(node for node, _ in watched(handled(wrong), gm)) == ["add", "add_1", "add_2"]
+    assert len(runs) == 1
+
+
+def test_sizes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict on one shape is no verdict on another."""
+    watched(handled(right), traced())
+    watched(handled(right), traced(chain, torch.randn(3, 4), torch.randn(1, 4)))
+    assert len(pattern_proofs._VERDICTS) == 2
+
+
+def replaced(search: Callable[..., Tensor], replacement: Callable[..., Tensor]) -> PatternMatcherPass:
+    patterns = PatternMatcherPass()
+    examples = [torch.randn(2, 3, 4), torch.randn(2, 3, 4)]
+    pattern_matcher.register_replacement(search, replacement, examples, pattern_matcher.fwd_only, [patterns])
+    return patterns
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_replacement_is_judged_before_it_is_made(good: bool) -> None:
+    def search(x: Tensor, y: Tensor) -> Tensor:
+        return aten.add.Tensor(aten.mul.Tensor(x, 2), y)
+
+    gm = traced()
+    before = gm.code
+    refused = watched(replaced(search, (lambda x, y: torch.add(y, x, alpha=2)) if good else lambda x, y: x - y), gm)
+    assert_unchanged_meaning(gm)
+    assert bool(refused) != good
+    assert (gm.code == before) != good
+
+
+def test_what_cannot_be_compared_is_left_to_a_handler_and_refused_to_a_replacement() -> None:
+    def noisy(x: Tensor, y: Tensor) -> Tensor:
+        return torch.rand_like(x) * 2 + y
+
+    gm = traced(noisy)
+    assert watched(handled(right), gm) == []
+    assert "alpha = 2" in gm.code, "the random numbers lie outside of what was matched"
+
+    def search(x: Tensor, y: Tensor) -> Tensor:
+        return aten.add.Tensor(aten.mul.Tensor(x, 2), y)
+
+    gm = traced()
+    refused = watched(replaced(search, lambda x, y: torch.rand_like(x) + y), gm)
+    assert "it draws random numbers" in refused[0][1]
+    assert_unchanged_meaning(gm)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fusewright.capture.fingerprint import fingerprint
+from fusewright.capture.shapes import UNBOUNDED, ShapeBucket
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,16 @@ class CapturedGraph:
                 for symbol in sorted(expr.free_symbols, key=str):
                     seen.setdefault(symbol)
         return list(seen)
+
+    def sizes(self, bucket: ShapeBucket, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """What each symbol counts as where something is priced: its upper edge in `bucket`, else its size in `args`."""
+        found: dict[sympy.Symbol, int] = {}
+        for item, value in zip(self.inputs, args, strict=True):
+            if isinstance(item.value, torch.SymInt) and isinstance(item.value.node.expr, sympy.Symbol):
+                symbol = item.value.node.expr
+                within = bucket.range_of(self.named.get(symbol, ""))
+                found[symbol] = int(value) if within is None or within.high == UNBOUNDED else within.high
+        return found
 
     def copy(self) -> fx.GraphModule:
         """A copy to rewrite and lower; sub-graphs of higher-order operators are copied too, parameters are shared."""

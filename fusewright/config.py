@@ -20,6 +20,7 @@ VARIABLES: dict[str, str] = {
     "FUSEWRIGHT_SKIP_PASSES": "comma-separated pass names that never run",
     "FUSEWRIGHT_STRICT": "1: as strict=True for every optimize() that does not say",
     "FUSEWRIGHT_VERIFY": "off, first_call or always, for every optimize() that does not say",
+    "FUSEWRIGHT_COST": "off: rewrite also where a cost model says that it does not pay (default on)",
     "FUSEWRIGHT_STORE": "SQLite file or database URL of the tuning store (default tuning.sqlite in the cache folder)",
 }
 
@@ -85,10 +86,18 @@ class Settings:
     strict: bool
     verify: Verify
     store: str | None
+    cost: bool = True
 
     def store_place(self) -> str:
         """Path or URL of the tuning store: as set, else a file in the cache folder."""
         return self.store or str(self.cache_dir / "tuning.sqlite")
+
+
+def _on(name: str) -> bool:
+    value = os.environ.get(name, "") or "on"
+    if value not in ("on", "off"):
+        raise UserInputError(f"{name} must be on or off, not {value!r}.")
+    return value == "on"
 
 
 def _flag(name: str) -> bool:
@@ -125,6 +134,7 @@ def read_settings() -> Settings:
         strict=_flag("FUSEWRIGHT_STRICT"),
         verify=to_enum(Verify, os.environ.get("FUSEWRIGHT_VERIFY", "") or "first_call", "FUSEWRIGHT_VERIFY"),
         store=os.environ.get("FUSEWRIGHT_STORE", "") or None,
+        cost=_on("FUSEWRIGHT_COST"),
     )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import sympy
+import torch
 from torch import fx
 
 from fusewright.capture.shapes import ShapeBucket
@@ -45,6 +47,8 @@ class PassContext:
         device: the device type most tensors live on.
         training: whether gradients are asked for.
         frozen_weights: whether the user promised that parameters do not change.
+        priced: whether a pass leaves alone what it expects to gain nothing; else it rewrites all that it can.
+        sizes: what each symbol of the graph stands for when something is priced.
         limits: pass name -> the most rewrites it may make; a bisection sets them.
         allowed: names of the nodes at which the running pass was allowed a rewrite, in order.
     """
@@ -53,11 +57,24 @@ class PassContext:
     device: str = "cpu"
     training: bool = False
     frozen_weights: bool = False
+    priced: bool = False
+    sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     pass_name: str = ""
     declines: list[Decline] = field(default_factory=list)
     recognised: dict[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
     allowed: list[str] = field(default_factory=list)
+
+    def size(self, value: int | torch.SymInt) -> int | None:
+        """A size to price something with, or None where a symbol is not known."""
+        if isinstance(value, int):
+            return value
+        found = sympy.sympify(value.node.expr.xreplace(dict(self.sizes)))
+        return int(found) if found.is_Integer else None
+
+    def prices(self) -> str:
+        """What `priced` and `sizes` decide by, as part of a key."""
+        return str(sorted((str(symbol), size) for symbol, size in self.sizes.items())) if self.priced else "unpriced"
 
     def begin(self, name: str) -> None:
         """Start the remarks of the pass `name`."""

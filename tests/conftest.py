@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         for name in unset:
             os.environ[name] = os.path.join(folder, CACHE_VARIABLES[name])
+    os.environ.setdefault("FUSEWRIGHT_COST", "off")  # test models are so small that hardly a rewrite pays
     os.environ["HF_HUB_OFFLINE"] = "1"  # weights are random; a test that downloads any should fail at once
 
 

@@ -24,7 +24,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     assert read_settings() == config.Settings(
         disabled=False, cache_dir=pathlib.Path.home() / ".cache" / "fusewright", dump_dir=None,
-        skip_passes=frozenset(), strict=False, verify=Verify.FIRST_CALL, store=None,
+        skip_passes=frozenset(), strict=False, verify=Verify.FIRST_CALL, store=None, cost=True,
     )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ SET: dict[str, tuple[str, str, object]] = {
     "FUSEWRIGHT_SKIP_PASSES": (" fuse_attention, ,canonicalize,", "skip_passes", {"fuse_attention", "canonicalize"}),
     "FUSEWRIGHT_STRICT": ("1", "strict", True),
     "FUSEWRIGHT_VERIFY": ("always", "verify", Verify.ALWAYS),
+    "FUSEWRIGHT_COST": ("off", "cost", False),
     "FUSEWRIGHT_STORE": ("postgresql://host/db", "store", "postgresql://host/db"),
 }
 
@@ -59,6 +60,13 @@ def test_an_empty_variable_counts_as_not_set(name: str, monkeypatch: pytest.Monk
     before = read_settings()
     monkeypatch.setenv(name, "")
     assert read_settings() == before
+
+
+def test_cost_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings().cost
+    monkeypatch.setenv("FUSEWRIGHT_COST", "0")
+    with pytest.raises(UserInputError, match="FUSEWRIGHT_COST must be on or off, not '0'"):
+        read_settings()
 
 
 @pytest.mark.parametrize("name", ["FUSEWRIGHT_DISABLE", "FUSEWRIGHT_STRICT"])

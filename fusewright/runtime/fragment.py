@@ -229,6 +229,8 @@ class Fragment:
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         device = device_of(args)
         ctx = PassContext(bucket, device.type, training, self._may_freeze(label, training))
+        if services.pipeline.settings.cost and variant.passes is None:
+            ctx.priced, ctx.sizes = True, self.captured.sizes(bucket, args)
         refusal = why_not_captured(variant, device.type, training, services.verify)
         if refusal is not None:
             self._fall_back("launch", label, refusal)
@@ -236,7 +238,13 @@ class Fragment:
         passes = {stage: services.pipeline.select(variant, stage, ctx) for stage in Stage}
         digests = [p.digest() for chosen in passes.values() for p in chosen]
         key = verdict_key(
-            [self.captured.print, str(bucket), variant.to_json(), str(training), str(ctx.frozen_weights), *digests]
+            [
+                self.captured.print,
+                str(bucket),
+                variant.to_json(),
+                f"{training} {ctx.frozen_weights} {ctx.prices()}",
+                *digests,
+            ]
         )
         known = services.verdicts.read(key) if services.verify is Verify.FIRST_CALL else None
         if known is not None and not known["ok"]:

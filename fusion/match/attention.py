@@ -18,6 +18,7 @@ from fusewright.fusion.match.masks import MaskKind, MaskPlan
 from fusewright.fusion.match.scores import Scores, Term
 from fusewright.fusion.match.site import Labels, RefusedError, Site
 from fusewright.fusion.ops import attention as attention_op
+from fusewright.fusion.ops import attention_cost
 from fusewright.passes.base import Pass, PassContext, Stage, tensor_of
 
 _FEW_KEYS = 128  # below, leaving out hidden keys saves less than finding them costs
@@ -297,6 +298,23 @@ def _site(
     )
 
 
+def _unpaid(core: Core, plan: build.Plan, ctx: PassContext) -> str | None:
+    """Why the rewrite would not pay at the sizes of this bucket; None also where a size is not known."""
+    product = core.scores.product
+    shape = [ctx.size(size) for size in view.shape_of(product)]
+    value = tensor_of(product)
+    if value is None or None in shape:
+        return None
+    return attention_cost.why_not(
+        value.device.type,
+        scores=math.prod(size for size in shape if size is not None),
+        keys=shape[-1] or 0,
+        itemsize=plan.dtype.itemsize,
+        masked=plan.mask not in (MaskKind.NONE, MaskKind.CAUSAL),
+        training=ctx.training,
+    )
+
+
 @dataclass(frozen=True)
 class _Known:
     """What one run found out about masks, which layers share: those that are causal; nodes made of masks alone."""
@@ -318,7 +336,20 @@ class FuseAttention(Pass):
     requires: ClassVar[tuple[str, ...]] = ()
 
     def digest_sources(self) -> Sequence[object]:
-        return (attention_op, build, contraction, layout, masks, proof, scores, site, sizes, view, writes)
+        return (
+            attention_cost,
+            attention_op,
+            build,
+            contraction,
+            layout,
+            masks,
+            proof,
+            scores,
+            site,
+            sizes,
+            view,
+            writes,
+        )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> int:
         rewrites, known = 0, _Known({}, {})
@@ -343,6 +374,9 @@ class FuseAttention(Pass):
         writer = writes.written_between(place.nodes, place.inputs)
         if writer is not None:
             raise RefusedError(core.output, f"{writer} writes to a tensor before the product with v")
+        unpaid = _unpaid(core, plan, ctx) if ctx.priced else None
+        if unpaid is not None:
+            raise RefusedError(core.output, unpaid)
         replacement = build.build(plan)
         proof.demand(place, replacement, training=ctx.training)
         if not ctx.allow(core.output):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fusewright.fusion.ops import attention_exact as exact
-from fusewright.fusion.ops.attention_extents import ROWS, parts
+from fusewright.fusion.ops.attention_extents import ROWS, has_dead_rows, parts
 from fusewright.fusion.ops.library import (
     autocast_as_matmul,
     bad_input,
@@ -79,7 +79,7 @@ def _check_extents(k: Tensor, mask: Tensor | None, extents: Tensor, causal: bool
             "attention", "extents", "needs the mask that it was made from, every key in its last dim, and no causal"
         )
     rows = 1 if mask.dim() == 1 else mask.shape[-2]
-    expected = ((rows + ROWS - 1) // ROWS, 2)
+    expected = ((rows + ROWS - 1) // ROWS, 3)
     if tuple(extents.shape) != expected or extents.dtype != torch.int64:
         raise bad_input(
             "attention", "extents", f"is {extents.dtype} {tuple(extents.shape)}; expected torch.int64 {expected}"
@@ -130,7 +130,7 @@ def _forward_cpu(
     bias = None if mask is None else _bias(mask, q, k.shape[2], causal)
     like, (q, k, v) = q, map(_rows_contiguous, (q, k, v))
     out, lse = torch.empty_like(like), _lse_like(q)
-    for rows, keys in parts(extents, q.shape[2], k.shape[2]):
+    for rows, keys in parts(extents, q.shape[2], k.shape[2], q.shape[0] * q.shape[1]):
         if keys.start == keys.stop:
             out[:, :, rows], lse[:, :, rows] = math.nan, -math.inf
         elif rows.stop - rows.start == q.shape[2] and keys.stop - keys.start == k.shape[2]:
@@ -139,7 +139,7 @@ def _forward_cpu(
             operands = q[:, :, rows], k[:, :, keys], v[:, :, keys]
             part = _part_of(bias, rows, keys)
             out[:, :, rows], lse[:, :, rows] = flash(*operands, 0.0, False, attn_mask=part, scale=scale)
-    if bias is not None:
+    if bias is not None and (extents is None or has_dead_rows(extents)):
         dead = bias.isneginf().all(-1)
         if dead.any():
             lse = lse.masked_fill_(dead, -math.inf)
@@ -226,7 +226,7 @@ def _flash_backward(
     """dq, dk, dv from torch's CPU kernel, one call per part of the scores; `operands` are dout, q, k, v, out."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dout, q, k, v, out = operands
-    todo = list(parts(extents, q.shape[2], k.shape[2]))
+    todo = list(parts(extents, q.shape[2], k.shape[2], q.shape[0] * q.shape[1]))
     if len(todo) == 1 and todo[0][1] == slice(0, k.shape[2]):
         return flash(*operands, lse, 0.0, causal, attn_mask=bias, scale=scale)  # type: ignore[no-any-return]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusewright.errors import UserInputError
 from fusewright.fusion.ops import attention_exact as exact
+from fusewright.fusion.ops import attention_extents
 from fusewright.fusion.ops.attention import attention
 from fusewright.fusion.ops.attention_extents import ROWS, parts
 
@@ -68,7 +69,8 @@ def test_extents_are_the_first_and_last_key_of_a_chunk(name: str) -> None:
         hidden = hidden & ~(whole & (mask > -math.inf))
     rows = hidden.reshape(-1, *hidden.shape[-2:]) if hidden.dim() > 1 else hidden.reshape(1, 1, -1)
     assert len(extents) == math.ceil(rows.shape[1] / ROWS)
-    for i, (first, stop) in enumerate(extents):
+    for i, (first, stop, dead) in enumerate(extents):
+        assert bool(dead) == bool(rows[:, i * ROWS : (i + 1) * ROWS].all(-1).any())
         seen = [(~block).any(0).nonzero().flatten() for block in rows[:, i * ROWS : (i + 1) * ROWS]]
         keys = torch.cat(seen)
         expected = [int(keys.min()), int(keys.max()) + 1] if keys.numel() else [0, 0]
@@ -80,6 +82,12 @@ def _inputs(dtype: torch.dtype) -> list[Tensor]:
     return [x.requires_grad_() for x in (q, k, v)]
 
 
+@pytest.fixture
+def small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_extents, "_CALL", 1)  # every part that saves something is a call of its own
+
+
+@pytest.mark.usefixtures("small_calls")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_values_and_gradients_are_those_of_the_formula(name: str, dtype: torch.dtype) -> None:
@@ -116,27 +124,33 @@ def test_parts_cover_every_row_once_and_every_key_of_its_chunk(rows: int) -> Non
     generator = torch.Generator().manual_seed(rows)
     for _ in range(50):
         chunks = torch.randint(0, 500, (math.ceil(rows / ROWS), 2), generator=generator).sort(-1).values
-        found = list(parts(chunks, rows, 500))
+        found = list(parts(chunks, rows, 500, 1 << 20))
         assert [r.start for r, _ in found] == [0, *(r.stop for r, _ in found[:-1])]
         assert found[-1][0].stop == rows
         assert len(found) <= 8
+        assert list(parts(chunks, rows, 500, 0)) == [(slice(0, rows), found_union(found))]
         for part, keys in found:
             for low, high in chunks[part.start // ROWS : math.ceil(part.stop / ROWS)].tolist():
                 assert low == high or (keys.start <= low and high <= keys.stop)
 
 
+def found_union(found: list[tuple[slice, slice]]) -> slice:
+    filled = [keys for _, keys in found if keys.start < keys.stop]
+    return slice(min(k.start for k in filled), max(k.stop for k in filled)) if filled else slice(0, 0)
+
+
 def test_a_triangle_is_split_and_an_even_mask_is_not() -> None:
     triangle = torch.ops.fusewright.attention_extents(torch.ones(1024, 1024, dtype=torch.bool).tril())
-    work = sum((r.stop - r.start) * (k.stop - k.start) for r, k in parts(triangle, 1024, 1024))
+    work = sum((r.stop - r.start) * (k.stop - k.start) for r, k in parts(triangle, 1024, 1024, 1 << 20))
     assert work == 1024 * 1024 * 9 / 16
     even = torch.ops.fusewright.attention_extents(torch.ones(1024, 1024, dtype=torch.bool))
-    assert list(parts(even, 1024, 1024)) == [(slice(0, 1024), slice(0, 1024))]
+    assert list(parts(even, 1024, 1024, 1 << 20)) == [(slice(0, 1024), slice(0, 1024))]
 
 
 def test_not_a_number_hides_nothing() -> None:
     mask = torch.full((3, 9), -math.inf)
     mask[1, 4] = math.nan
-    assert torch.ops.fusewright.attention_extents(mask).tolist() == [[4, 5]]
+    assert torch.ops.fusewright.attention_extents(mask).tolist() == [[4, 5, 1]]
 
 
 @pytest.mark.parametrize(
@@ -148,18 +162,18 @@ def test_operator_contract(mask: Tensor) -> None:
     torch.library.opcheck(torch.ops.fusewright.attention_extents.default, (mask,))
     q, k, v = (torch.randn(2, 2, n, 4) for n in (mask.shape[-2] if mask.dim() > 1 else 20, 9, 9))
     extents = torch.ops.fusewright.attention_extents(mask)
-    assert extents.shape == (math.ceil((mask.shape[-2] if mask.dim() > 1 else 1) / ROWS), 2)
+    assert extents.shape == (math.ceil((mask.shape[-2] if mask.dim() > 1 else 1) / ROWS), 3)
     torch.library.opcheck(torch.ops.fusewright.attention.default, (q, k, v, mask, extents, False, 0.5))
 
 
 @pytest.mark.parametrize(
     ("mask", "extents", "causal"),
     [
-        (None, torch.zeros(1, 2, dtype=torch.int64), False),
-        (torch.zeros(9, 1), torch.zeros(1, 2, dtype=torch.int64), False),
-        (torch.zeros(9), torch.zeros(1, 2, dtype=torch.int64), True),
-        (torch.zeros(9), torch.zeros(2, 2, dtype=torch.int64), False),
-        (torch.zeros(9), torch.zeros(1, 2), False),
+        (None, torch.zeros(1, 3, dtype=torch.int64), False),
+        (torch.zeros(9, 1), torch.zeros(1, 3, dtype=torch.int64), False),
+        (torch.zeros(9), torch.zeros(1, 3, dtype=torch.int64), True),
+        (torch.zeros(9), torch.zeros(2, 3, dtype=torch.int64), False),
+        (torch.zeros(9), torch.zeros(1, 3), False),
     ],
     ids=["no mask", "one column", "causal", "chunks", "dtype"],
 )

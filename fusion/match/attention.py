@@ -45,8 +45,8 @@ class Core:
     shaped: dict[fx.Node, Labels]
 
 
-def recognise(softmax: view.Op) -> Core:
-    """Read the attention around `softmax`.
+def recognise(softmax: view.Op, readers: tuple[fx.Node, ...] = ()) -> Core:
+    """Read the attention around `softmax`, of which `readers` are the nodes beside `softmax.node` that read its input.
 
     Raises:
         RefusedError: with the first node that differs from attention, and how.
@@ -56,7 +56,7 @@ def recognise(softmax: view.Op) -> Core:
         raise RefusedError(node, f"the softmax has {rank} axes; 3 or 4 are understood")
     if softmax.attrs["dim"] != rank - 1:
         raise RefusedError(node, f"the softmax is over axis {softmax.attrs['dim']}, not over the last, {rank - 1}")
-    found = scores.scores_of(softmax.inputs[0], node)
+    found = scores.scores_of(softmax.inputs[0], node, readers)
     shaped = dict(found.shaped)
     heads, probabilities, product = _to_values(node, found.heads, shaped)
     return _with_values(found, product, probabilities, heads, shaped)
@@ -357,10 +357,11 @@ class FuseAttention(Pass):
             op = view.normalize(node)
             if op is not None and op.kind == "sdpa":
                 ctx.recognise("sdpa")
-            if op is None or op.kind != "softmax":
+            written = (op, ()) if op is not None and op.kind == "softmax" else scores.written_softmax(node)
+            if written is None:
                 continue
             try:
-                core = recognise(op)
+                core = recognise(*written)
                 ctx.recognise("attention")
                 rewrites += self._rewrite(gm, core, known, ctx)
             except RefusedError as refusal:

@@ -81,6 +81,10 @@ def build(plan: Plan) -> fx.GraphModule:
                 q = _method("masked_fill", q, dead, 0.0)
             if plan.mask is MaskKind.BOOLEAN:
                 mask = _method("logical_or", kept, dead)
+    if plan.extents and plan.mask is MaskKind.BOOLEAN:
+        mask = _hiding(
+            plan, _kept(plan, masks) if mask is None else mask
+        )  # here layers share it; the CPU kernel would make it anew in each
     extents = graph.call_function(torch.ops.fusewright.attention_extents.default, (mask,)) if plan.extents else None
     result = graph.call_function(call, (q, k, v, mask, extents, plan.mask is MaskKind.CAUSAL, plan.scale))
     out = graph.call_function(operator.getitem, (result, 0))
@@ -131,6 +135,12 @@ def _kept(plan: Plan, masks: list[fx.Node]) -> fx.Node:
             kept = mask if kept is None else _method("logical_and", kept, mask)
     assert kept is not None, plan
     return kept
+
+
+def _hiding(plan: Plan, kept: fx.Node) -> fx.Node:
+    """The additive mask of a boolean one: 0 or -inf."""
+    nothing = kept.graph.call_function(torch.zeros_like, (kept,), {"dtype": plan.dtype})
+    return _method("masked_fill", nothing, _method("logical_not", kept), -math.inf)
 
 
 def _folded(plan: Plan, masks: list[fx.Node]) -> fx.Node:

@@ -81,6 +81,8 @@ def plan_masks(
     if len({term.value for term in fills}) > 1:
         raise RefusedError(terms[-1].mask, "boolean masks fill with different values")
     if len(fills) < len(terms):
+        if fills[0].value > torch.finfo(dtype_of(query)).min:
+            raise RefusedError(terms[-1].mask, f"some masks are added, some fill with {fills[0].value:g}")
         if training:  # of a row that the masks hide only together, the gradient stops at the filled scores alone
             raise RefusedError(terms[-1].mask, "some masks are added, some fill, in training")
         return MaskPlan(MaskKind.MIXED, terms, fills[0].value)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,9 +52,47 @@ LABELS_4: Labels = ("b", "n", "t", "s")
 LABELS_3: Labels = ("g", "t", "s")
 
 
-def scores_of(node: fx.Node, user: fx.Node) -> Scores:
-    """Walk up from `node`, whose only user must be `user`, to the product of queries and keys."""
-    if any(other is not user and not _reads_shape_alone(other, node) for other in node.users):
+_FEW = -1e9
+"""A fill at or below this hides a score for good, except in float16, which does not reach it."""
+
+
+def written_softmax(node: fx.Node) -> tuple[Op, tuple[fx.Node, ...]] | None:
+    """Read e / e.sum(-1), e = exp(x - x.amax(-1)), as softmax(x, -1), and who reads x in it; None for anything else."""
+    op = normalize(node)
+    if op is None or op.kind != "div" or len(op.inputs) != 2 or op.inplace:
+        return None
+    exponential, total = op.inputs
+    shifted = normalize(exponential)
+    if shifted is None or spelling(exponential) != "exp" or not _reduces(total, "sum", exponential):
+        return None
+    difference = normalize(shifted.inputs[0])
+    if difference is None or difference.kind != "sub" or len(difference.inputs) != 2 or difference.attrs:
+        return None
+    if shifted.inplace or difference.inplace:
+        return None
+    x, largest = difference.inputs
+    alone = {exponential: {total, node}, total: {node}, difference.node: {exponential}, largest: {difference.node}}
+    if not _reduces(largest, "amax", x) or any(set(n.users) != users for n, users in alone.items()):
+        return None
+    return Op("softmax", node, (x,), {"dim": len(shape_of(x)) - 1}), (difference.node, largest)
+
+
+def _reduces(node: fx.Node, name: str, source: fx.Node) -> bool:
+    """Whether `node` is `name(source, -1, keepdim=True)`."""
+    given = {**dict(zip(("input", "dim", "keepdim"), node.args, strict=False)), **node.kwargs}
+    axes = given.get("dim", given.get("axis"))
+    axes = tuple(axes) if isinstance(axes, list | tuple) else (axes,)
+    last = (-1, len(shape_of(source)) - 1)
+    known = set(given) <= {"input", "dim", "axis", "keepdim"}
+    return bool(
+        known and spelling(node) == name and given["input"] is source and given.get("keepdim")
+        and len(axes) == 1 and axes[0] in last
+    )  # fmt: skip
+
+
+def scores_of(node: fx.Node, user: fx.Node, also: tuple[fx.Node, ...] = ()) -> Scores:
+    """Walk up from `node`, which only `user` and `also` may read, to the product of queries and keys."""
+    if any(n is not user and n not in also and not _reads_shape_alone(n, node) for n in node.users):
         raise RefusedError(node, f"the scores are {describe_users(node, user)}")
     op = normalize(node)
     if op is None:
@@ -153,9 +192,9 @@ def _filled(op: Op) -> Scores:
         raise RefusedError(op.node, "the boolean mask is larger than the scores")
     inner = scores_of(scores_node, op.node)
     value, dtype = float(op.attrs["value"]), dtype_of(scores_node)
-    lowest = torch.finfo(dtype).min if dtype.is_floating_point else None
-    if value not in (-float("inf"), lowest):
-        raise RefusedError(op.node, f"the fill value {value:g} is neither -inf nor the least {dtype}")
+    lowest = torch.finfo(dtype).min if dtype.is_floating_point else -math.inf
+    if value > max(lowest, _FEW) or math.isnan(value):
+        raise RefusedError(op.node, f"the fill value {value:g} does not hide a score of {dtype} for good")
     if dtype_of(mask) != torch.bool:
         raise RefusedError(op.node, f"the mask of the fill has dtype {dtype_of(mask)}, not bool")
     mask, shaped = _unexpanded(mask, op.node)

@@ -78,7 +78,9 @@ def test_without_buckets_the_sizes_of_the_first_call_count() -> None:
 
 
 def test_a_variant_that_names_its_passes_gets_them() -> None:
-    optimized = optimize_with(attend, choose=lambda *_: GraphVariant(passes=("fuse_attention",)), verify="off", strict=True)
+    optimized = optimize_with(
+        attend, choose=lambda *_: GraphVariant(passes=("fuse_attention",)), verify="off", strict=True
+    )
     with torch.no_grad():
         optimized(*qkv(10))
     assert fused(optimized) == 1

@@ -230,6 +230,23 @@ def expanded_to_sizes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT + bias.expand(B, N, T, T)).softmax(-1) @ v
 
 
+def exponentials(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.where(keep, (q * 0.3) @ k.mT, -1e9)
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    return torch.matmul(weights, v)
+
+
+def exponentials_by_function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    weights = torch.exp(torch.sub(scores, torch.amax(scores, -1, True)))
+    return torch.div(weights, torch.sum(weights, 3, True)) @ v
+
+
+def fill_of_a_billion(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(~pad, -1e9).softmax(-1) @ v
+
+
 def inputs_that_are_scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k = q * torch.linspace(0, 1, H).to(q), k.tanh()
     return (q @ k.mT).softmax(-1) @ (v * 2)
@@ -247,7 +264,8 @@ ATTENTION = [
     Case(grouped, "q kv kv bias"), Case(grouped_interleaved, "q kv kv"), Case(grouped_tokens_first, "q kv kv"),
     Case(inputs_that_are_scaled), Case(one_key_head), Case(alibi_baddbmm, "q q q gbias bias"),
     Case(filled_before_the_split, "q q q keep"), Case(expanded_as_the_scores, "q q q pad"),
-    Case(expanded_to_sizes, "q q q bias"),
+    Case(expanded_to_sizes, "q q q bias"), Case(exponentials, "q q q keep"), Case(exponentials_by_function),
+    Case(fill_of_a_billion, "q q q pad"),
 ]  # fmt: skip
 
 
@@ -289,14 +307,30 @@ def _overwritten_mask(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return scores.softmax(-1) @ v
 
 
+def _exponentials(shift_axis: int = -1, sum_axis: int = -1, *, keep_shift: bool = False) -> Function:
+    """Softmax written out, with another axis somewhere, or with a part that is used again."""
+
+    def written(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        scores = q @ k.mT
+        largest = scores.amax(shift_axis, keepdim=True)
+        weights = (scores - largest).exp()
+        out = (weights / weights.sum(sum_axis, keepdim=True)) @ v
+        return (out, largest) if keep_shift else out
+
+    return written
+
+
+NOT_SOFTMAX = [_exponentials(2), _exponentials(-1, 2), _exponentials(keep_shift=True)]
+"""What looks like a softmax spelled out and is none: nothing is recognised, so that no reason is given."""
+
 NEAR_MISSES = [
     Case(lambda q, k, v: (q @ k.mT).softmax(-2) @ v, reason="the softmax is over axis 2"),
     Case(lambda q, k, v: (q @ k.mT).softmax(1) @ v, reason="the softmax is over axis 1"),
     Case(lambda q, k, v: (q @ k.permute(1, 0, 3, 2)).softmax(-1) @ v, "square square square", reason=""),
-    Case(_masked(0.0), "q q q keep", reason="the fill value 0"),
-    Case(_masked(-1.0), "q q q keep", reason="the fill value -1"),
-    Case(_masked(-1e4), "q q q keep", reason="the fill value -10000"),
-    Case(_masked(-3e38), "q q q keep", reason="the fill value -3e+38"),
+    Case(_masked(0.0), "q q q keep", reason="the fill value 0 does not hide"),
+    Case(_masked(-1.0), "q q q keep", reason="the fill value -1 does not hide"),
+    Case(_masked(-1e4), "q q q keep", reason="the fill value -10000 does not hide"),
+    Case(_masked(math.nan), "q q q keep", reason="the fill value nan does not hide"),
     Case(_returns_probabilities, reason="the probabilities are returned by the model"),
     Case(_reads_probabilities, reason="the probabilities are also used by"),
     Case(_returns_scores, reason="the scores are returned by the model"),

@@ -72,6 +72,23 @@ def test_fills_and_sums_together(fill_first: bool, fill: float) -> None:
     assert output[0, :, 2:].isfinite().all()
 
 
+@pytest.mark.parametrize("function", corpus.NOT_SOFTMAX)
+def test_not_a_softmax(function: Any) -> None:
+    report = PassTester(FuseAttention()).run(capture(function, Case(function).args()), training=True)
+    assert (report.rewrites, report.recognised) == (0, {})
+
+
+def test_rows_without_keys_of_a_finite_fill_are_averages() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(~pad, -1e9).softmax(-1) @ v
+
+    args = Case(attend, "q q q pad").args()
+    args[3][1] = False
+    report = PassTester(FuseAttention()).check(attend, args, expect_rewrites=1)
+    output = run(report.after, capture(attend, args).inputs, True)["outputs"][0]
+    torch.testing.assert_close(output[1], args[2][1].mean(1, keepdim=True).expand_as(output[1]))
+
+
 def test_a_write_elsewhere_does_no_harm() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         scores = q @ k.mT

@@ -16,7 +16,7 @@ from fusewright.report.faults import writable
 from fusewright.runtime.reproducer import write_reproducer
 from fusewright.tools.pass_tester import capture
 from fusewright.tools.replay import replay
-from tests.tools.planted import Retarget, chain, wrong_sigmoid
+from tests.tools.planted import Retarget, chain, without_pattern_proofs, wrong_sigmoid
 
 
 def over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,8 +50,9 @@ def test_a_wrong_rewrite_is_named_and_its_graph_shrunk(
 
 
 def test_a_fault_of_inductor_is_told_from_ours_and_shrunk(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    without_pattern_proofs(monkeypatch)
     folder = saved(over_queries, tuple(torch.randn(2, 4, 16, 8) for _ in range(3)), tmp_path)
     assert said(["bisect", str(folder)], 1, capsys).startswith("the captured graph is bad before any pass: inductor")
     said(["minify", str(folder)], 0, capsys)

@@ -21,6 +21,7 @@ from fusewright.runtime import fragment
 from fusewright.tools.replay import replay
 from tests.api.nets import Net, batch
 from tests.runtime.dispatch_models import cheap
+from tests.tools.planted import without_pattern_proofs
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +54,10 @@ def qkv() -> tuple[Tensor, ...]:
 
 
 def test_what_inductor_gets_wrong_is_right_here_and_reported_with_a_reproducer(
-    cache: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    cache: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The net below the proofs of Inductor's patterns, which would catch this one before."""
+    without_pattern_proofs(monkeypatch)
     expected = OverQueries()(*qkv())
     with torch.no_grad():
         torchs = torch.compile(OverQueries())(*qkv())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 
+import pytest
 import torch
 from torch import Tensor, fx
 
 from fusewright.config import Numerics
 from fusewright.passes.base import Pass, PassContext
+from fusewright.runtime.inductor.pattern_proofs import PatternProofs
 
 
 def chain(x: Tensor, y: Tensor) -> Tensor:
@@ -71,3 +74,9 @@ def wrong_sigmoid(x: Tensor) -> Tensor:
 
 def raising(x: Tensor) -> Tensor:
     raise ZeroDivisionError("planted")
+
+
+def without_pattern_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Inductor's pattern rewrites stand unproven, as torch.compile does, under a cache key of their own."""
+    monkeypatch.setattr(PatternProofs, "watching", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(PatternProofs, "uuid", lambda self: b"unproven")

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -29,25 +30,34 @@ _VERDICTS: dict[str, str | None] = {}
 """Why a rewrite is refused (None: proven) by its text; a repeated layer is proven once in a process."""
 
 _ACTIVE = threading.local()
+_LOCK = threading.RLock()  # two threads that patched by turns would take off each other's guard
 
 
 class PatternProofs(CustomGraphPass):
     """Guards the pattern rewrites of the compilations inside `watching()`, of this thread alone.
 
     Given to Inductor as a custom pass that changes nothing, so that its digest is part of the cache keys: what a plain
-    torch.compile made of the same graph is never taken for ours.
+    torch.compile made of the same graph is never taken for ours. A custom pass that the user has set in the same place
+    runs as before.
     """
 
     def __init__(self, refuse: Callable[[str, str], None]) -> None:
         """`refuse(node, reason)` is told about each match that is not rewritten."""
         self._refuse = refuse
+        theirs = inductor_config.joint_custom_pre_pass
+        self._theirs: list[Any] = theirs if isinstance(theirs, list) else [theirs] if theirs else []
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Nothing: the work is done where a pattern has matched."""
+        """Run the user's own passes; the proofs are made where a pattern has matched."""
+        for one in self._theirs:
+            one(graph)
 
-    def uuid(self) -> bytes:
-        """Digest of the code that proves."""
-        source = inspect.getsource(rewrite_proof) + inspect.getsource(PatternProofs)
+    def uuid(self) -> Any:
+        """Digest of the code that proves and of the user's passes; None where one of those cannot be cached."""
+        digests = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._theirs]
+        if None in digests:
+            return None
+        source = inspect.getsource(rewrite_proof) + inspect.getsource(PatternProofs) + repr(digests)
         return hashlib.sha256(source.encode()).digest()
 
     @contextlib.contextmanager
@@ -57,6 +67,7 @@ class PatternProofs(CustomGraphPass):
         _ACTIVE.proofs = self
         try:
             with (
+                _LOCK,
                 _guarded("ReplacementPatternEntry", PatternProofs._replace),
                 _guarded("GraphPatternEntry", PatternProofs._handle),
             ):

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch._inductor import pattern_matcher
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import CallFunction, KeywordArg, PatternMatcherPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright.runtime.inductor import pattern_proofs
 from fusewright.runtime.inductor.pattern_proofs import PatternProofs
+from fusewright.runtime.inductor.rewrite_proof import NotComparableError, Region, difference
 
 aten = torch.ops.aten
 
@@ -121,6 +124,63 @@ def test_without_proofs_nothing_is_held_back() -> None:
     handled(wrong).apply(gm.graph)
     for graph in (gm.graph, other.graph):
         assert any(node.kwargs.get("alpha") == 2 for node in graph.nodes)
+
+
+def test_threads_that_compile_by_turns_keep_their_guards() -> None:
+    """The first to leave must not take the other's guard with it."""
+    inside, done = threading.Event(), threading.Event()
+    found: list[list[tuple[str, str]]] = []
+
+    def other() -> None:
+        gm = traced()
+        refused: list[tuple[str, str]] = []
+        with PatternProofs(lambda node, reason: refused.append((node, reason))).watching():
+            inside.set()
+            done.wait(10)
+            handled(wrong).apply(gm.graph)
+        found.append(refused)
+
+    plain = pattern_matcher.GraphPatternEntry.apply
+    thread = threading.Thread(target=other)
+    with PatternProofs(lambda node, reason: None).watching():
+        thread.start()
+        inside.wait(0.5)  # it may have to wait for this block to end
+    done.set()
+    thread.join(20)
+    assert [len(refused) for refused in found] == [1]
+    assert pattern_matcher.GraphPatternEntry.apply is plain
+
+
+def test_a_users_pass_in_the_same_place_still_runs() -> None:
+    seen: list[int] = []
+
+    class Theirs(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            seen.append(len(graph.nodes))
+
+        def uuid(self) -> bytes:
+            return b"theirs"
+
+    alone = PatternProofs(lambda node, reason: None)
+    with inductor_config.patch(joint_custom_pre_pass=Theirs()):
+        with_theirs = PatternProofs(lambda node, reason: None)
+    with_theirs(traced().graph)
+    assert len(seen) == 1
+    assert with_theirs.uuid() not in (None, alone.uuid())
+    with inductor_config.patch(joint_custom_pre_pass=lambda graph: None):
+        assert PatternProofs(lambda node, reason: None).uuid() is None, "what cannot be told apart is not cached"
+
+
+def test_random_functions_before_autograd_are_left_alone() -> None:
+    """There the nodes are torch functions, whose tags do not tell that they draw."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    dropped = graph.call_function(torch.nn.functional.dropout, (x, 0.5))
+    graph.output(dropped)
+    for node in (x, dropped):
+        node.meta["example_value"] = torch.randn(64)
+    with pytest.raises(NotComparableError, match="random"):
+        difference(Region([dropped], [dropped], [], set()), [dropped], lambda values: [values[x]])
 
 
 def test_equal_sites_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:

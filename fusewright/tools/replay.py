@@ -71,6 +71,8 @@ def compare_lowered(
     captured = CapturedGraph.build(graph, list(args), {})
     ctx = context_of(args)
     pipeline = Pipeline(ORDER, read_settings())
+    if pipeline.settings.cost and variant.passes is None:
+        ctx.priced, ctx.sizes = True, captured.sizes(ctx.bucket, args)
     rewritten, _ = pipeline.rewrite(captured.copy, pipeline.select(variant, Stage.FORWARD, ctx), ctx, "replay")
     hooks = {}
     for stage in (Stage.JOINT, Stage.POST_GRAD):

@@ -18,7 +18,7 @@ from fusewright.fusion.match.masks import MaskKind, MaskPlan
 from fusewright.fusion.match.scores import Scores, Term
 from fusewright.fusion.match.site import Labels, RefusedError, Site
 from fusewright.fusion.ops import attention as attention_op
-from fusewright.fusion.ops import attention_cost
+from fusewright.fusion.ops import attention_cost, attention_exact, attention_extents
 from fusewright.passes.base import Pass, PassContext, Stage, tensor_of
 
 _FEW_KEYS = 128  # below, leaving out hidden keys saves less than finding them costs
@@ -338,6 +338,8 @@ class FuseAttention(Pass):
     def digest_sources(self) -> Sequence[object]:
         return (
             attention_cost,
+            attention_exact,
+            attention_extents,
             attention_op,
             build,
             contraction,

@@ -47,7 +47,7 @@ def prove(site: Site, replacement: fx.GraphModule, *, training: bool) -> str | N
     """
     with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for draw in range(_DRAWS):
-            torch.manual_seed(draw)
+            torch.default_generator.manual_seed(draw)  # of the CPU alone: the others are not put back
             inputs = _draw_inputs(site, draw)
             grads = [training and x.is_floating_point() and n not in site.masks for n, x in inputs.items()]
             cotangent: list[Tensor] = []

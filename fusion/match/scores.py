@@ -129,6 +129,8 @@ def _product(op: Op) -> Scores:
     if len(out) not in (3, 4):
         raise RefusedError(op.node, f"the scores have {len(out)} axes; 3 or 4 are understood")
     summed = [letter for letter in left if letter in right and letter not in out]
+    if op.inplace:
+        raise RefusedError(op.node, "the score product is written over an operand")
     if len(summed) != 1 or len(left) != len(out) or len(right) != len(out):
         raise RefusedError(op.node, f"the score product {left},{right}->{out} does not sum over one shared axis")
     keys, queries = (right, left) if out[-1] in right else (left, right)

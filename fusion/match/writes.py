@@ -39,6 +39,12 @@ def _targets(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _changes(node: fx.Node, read: fx.Node) -> bool:
+    """Whether `node`, which reads `read`, writes to it or may."""
+    unknown = node.op == "call_module" or (node.op == "call_function" and not is_module_known(node))
+    return unknown or (writes_in_place(node) and read in _targets(node))
+
+
 def _may_alias(target: fx.Node, read: fx.Node) -> bool:
     """Whether the two may share memory: by their fake storages, and any two that come from outside the graph."""
     return _shares_memory(target, read) or (_is_from_outside(target) and _is_from_outside(read))
@@ -77,8 +83,7 @@ def is_written(nodes: set[fx.Node], since: fx.Node | None = None) -> bool:
     while stack:
         step = stack.pop()
         for user in step.users:
-            writes = writes_in_place(user) and user.all_input_nodes and user.all_input_nodes[0] is step
-            if writes and (since is None or user > since):
+            if _changes(user, step) and (since is None or user > since):
                 return True
             if user not in seen and user not in nodes and _shares_memory(step, user):
                 seen.add(user)

@@ -112,6 +112,8 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 def _bias(mask: Tensor, q: Tensor, keys: int, causal: bool) -> Tensor:
     """The mask as torch's CPU kernel takes it: 4 dims, additive, causality included."""
     mask = _four_dims(mask)
+    if mask.stride(-1) not in (0, 1):  # the kernel tells only a broadcast row from one without gaps
+        mask = mask.contiguous()
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
     if causal:

@@ -65,7 +65,7 @@ def _extents(mask: Tensor) -> Tensor:
     if kept.dim() > 2:  # what any batch entry or head needs
         kept, dead = kept.flatten(0, -3).any(0), dead.flatten(0, -2).any(0)
     rows, keys = kept.shape
-    kept = functional.pad(kept, (0, 0, 0, -rows % ROWS)).view(-1, ROWS, keys).any(1)
+    kept = functional.pad(kept, (0, 0, 0, -rows % ROWS)).view((rows + ROWS - 1) // ROWS, ROWS, keys).any(1)
     dead = functional.pad(dead, (0, -rows % ROWS)).view(-1, ROWS).any(1)
     if keys == 0:
         first = last = torch.zeros(kept.shape[0], dtype=torch.int64, device=mask.device)

@@ -3,7 +3,8 @@
 Inductor finds attention by patterns traced from examples. They compare operators and ignore every integer and list, so
 that a softmax over another axis, a permutation of other axes or a fill with another constant counts as the same. What
 such a match covers and what replaces it are run here on random inputs, hidden rows among them, with float64 as the
-judge. Where they differ the graph stays as it was.
+judge. Where they differ the graph stays as it was. What a handler of Inductor's rewrites and cannot be run (random
+numbers, too large) stands unproven, a traced replacement does not; patterns that only choose a lowering are not seen.
 
 CPU only: no GPU has run these proofs yet, so that a match there is left to the verification of the first call.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +25,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fusewright import numerics, trees
+from fusewright.fusion.match import proof, site
 from fusewright.runtime.inductor import rewrite_proof
 from fusewright.runtime.inductor.rewrite_proof import Region
 
@@ -38,7 +42,7 @@ class PatternProofs(CustomGraphPass):
 
     Given to Inductor as a custom pass that changes nothing, so that its digest is part of the cache keys: what a plain
     torch.compile made of the same graph is never taken for ours. A custom pass that the user has set in the same place
-    runs as before.
+    runs too; patterns that it applies are proven like Inductor's.
     """
 
     def __init__(self, refuse: Callable[[str, str], None]) -> None:
@@ -57,7 +61,8 @@ class PatternProofs(CustomGraphPass):
         digests = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._theirs]
         if None in digests:
             return None
-        source = inspect.getsource(rewrite_proof) + inspect.getsource(PatternProofs) + repr(digests)
+        modules = (rewrite_proof, numerics, proof, site, trees, sys.modules[__name__])
+        source = "\n".join(map(inspect.getsource, modules)) + repr(digests)
         return hashlib.sha256(source.encode()).digest()
 
     @contextlib.contextmanager
@@ -123,6 +128,9 @@ class PatternProofs(CustomGraphPass):
                 _VERDICTS[key] = rewrite_proof.difference(region, made, replaced)
             except rewrite_proof.NotComparableError as error:
                 _VERDICTS[key] = None if unknown else str(error)
+            except Exception as error:  # noqa: BLE001  a dtype without random numbers, for one
+                why = f"it cannot be compared: {type(error).__name__}: {str(error)[:200]}"
+                _VERDICTS[key] = None if unknown else why
         reason = _VERDICTS[key]
         if reason is not None:
             self._refuse(region.outputs[0].name, f"torch's own rewrite is refused: {reason}")

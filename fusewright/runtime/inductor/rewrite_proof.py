@@ -19,7 +19,7 @@ from fusewright.numerics import compare_trees
 from fusewright.trees import bitwise_equal
 
 _DRAWS = 3
-_LARGEST = 1 << 27  # elements of all results in a region: about 2 s and 2 GiB
+_LARGEST = 1 << 26  # elements of all results in a region: about 1 GiB in float64
 _FARTHEST = 64  # nodes that a rewrite may add before it is left to other checks
 
 Values = dict[fx.Node, Any]
@@ -188,7 +188,7 @@ def difference(region: Region, made: Sequence[fx.Node], replaced: Callable[[Valu
     training = any("tangents" in str(node.target) for node in made)
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         for draw in range(_DRAWS if _has_extremes(region) else 1):
-            torch.manual_seed(draw)
+            torch.default_generator.manual_seed(draw)  # of the CPU alone: the others are not put back
             reason = _compare(region, replaced, draw, training)
             if reason is not None:
                 return f"draw {draw}: {reason}"
@@ -286,16 +286,19 @@ def _drawn(value: Any, draw: int, is_mask: bool) -> Any:
     else:
         memory = torch.randint(0, torch.iinfo(value.dtype).max if draw else 4, (reach,), dtype=value.dtype)
     drawn = memory.as_strided(shape, stride)
-    if draw and shape and all(stride) and (value.dtype == torch.bool or is_mask):
-        _hide_rows(drawn, draw)
+    if draw and shape and (value.dtype == torch.bool or is_mask):
+        written = drawn  # each place in memory once: an expanded mask hides a row for all
+        for axis, step in enumerate(stride):
+            written = written if step else written.narrow(axis, 0, min(1, shape[axis]))
+        _hide_rows(written, draw)
     return drawn
 
 
 def _hide_rows(mask: Tensor, draw: int) -> None:
     """One row of all True and one of all False; an additive mask hides one by its least number, or by -inf."""
     rows = mask if mask.dim() > 1 else mask.unsqueeze(0)
-    if mask.dtype == torch.bool:
-        rows[..., :1, :].fill_(True)
-        rows[..., -1:, :].fill_(False)
-    elif mask.is_floating_point():
+    if not mask.is_floating_point():
+        rows[..., :1, :].fill_(1)
+        rows[..., -1:, :].fill_(0)
+    else:
         rows[..., -1:, :].fill_(torch.finfo(mask.dtype).min if draw == 1 else -math.inf)

@@ -296,6 +296,12 @@ def _compares_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(scores < 0, -math.inf).softmax(-1) @ v
 
 
+def _written_product(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    bias = (q @ k.mT * 0.0).flatten(0, 1)
+    scores = bias.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT)
+    return scores.softmax(-1) @ v.flatten(0, 1), bias
+
+
 def _learned_mask(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return (q @ k.mT + g[:N, :, :T]).softmax(-1) @ v
 
@@ -334,6 +340,7 @@ NEAR_MISSES = [
     Case(_returns_probabilities, reason="the probabilities are returned by the model"),
     Case(_reads_probabilities, reason="the probabilities are also used by"),
     Case(_returns_scores, reason="the scores are returned by the model"),
+    Case(_written_product, reason="the score product is written over an operand"),
     Case(_compares_scores, reason="the scores are also used by"),
     Case(lambda q, k, v: (q @ k.mT * q.mean()).softmax(-1) @ v, reason="scaled by a tensor"),
     Case(lambda q, k, v: (q @ k.mT / torch.full((), 3.0).sqrt()).softmax(-1) @ v, reason="scaled by a tensor"),

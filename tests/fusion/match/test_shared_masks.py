@@ -61,7 +61,14 @@ def test_one_mask_is_read_once(kind: str, training: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "write", [lambda mask: mask[:, :, :, 0].fill_(-torch.inf), lambda mask: mask.mul_(2)], ids=["view", "whole"]
+    "write",
+    [
+        lambda mask: mask[:, :, :, 0].fill_(-torch.inf),
+        lambda mask: mask.mul_(2),
+        lambda mask: torch.add(torch.ones_like(mask), 1, out=mask),
+        lambda mask: torch._foreach_mul_([torch.ones(3), mask], 2.0),
+    ],
+    ids=["view", "whole", "out", "second of a list"],
 )
 def test_a_mask_that_is_written_to_is_read_again(write: Callable[[Tensor], None]) -> None:
     mask = torch.randn(1, 1, T, T)

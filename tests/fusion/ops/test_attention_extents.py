@@ -147,6 +147,15 @@ def test_a_triangle_is_split_and_an_even_mask_is_not() -> None:
     assert list(parts(even, 1024, 1024, 1 << 20)) == [(slice(0, 1024), slice(0, 1024))]
 
 
+@pytest.mark.parametrize("mask", [torch.zeros(4, 0), torch.zeros(0, 4), torch.ones(2, 1, 70, 0) > 0], ids=str)
+def test_no_keys_or_no_rows(mask: Tensor) -> None:
+    extents = torch.ops.fusewright.attention_extents(mask)
+    assert extents.shape == (math.ceil(mask.shape[-2] / ROWS), 3)
+    assert not extents[:, :2].any()
+    q, k = torch.randn(2, 1, mask.shape[-2], 8), torch.randn(2, 1, mask.shape[-1], 8)
+    assert attention(q, k, k, mask=mask).shape == q.shape
+
+
 def test_not_a_number_hides_nothing() -> None:
     mask = torch.full((3, 9), -math.inf)
     mask[1, 4] = math.nan

@@ -135,6 +135,37 @@ def test_what_looks_like_attention_keeps_its_meaning(group: str, training: bool)
     assert all("torch's own rewrite is refused" in d["reason"] for d in refused)
 
 
+def test_what_does_not_pay_to_fuse_is_left_to_torch_and_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it: graphs as small as these go to torch's patterns, permutations and all."""
+    monkeypatch.setenv("FUSEWRIGHT_COST", "on")
+    attentions = GROUPS["permutations"]
+    args = [arguments(attend, training=False) for attend in attentions]
+
+    def run_all(args: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        return [attend(*each) for attend, each in zip(attentions, args, strict=True)]
+
+    optimized = fusewright.optimize(run_all, verify="off", strict=True)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(args), run_all(args), rtol=1e-4, atol=1e-4)
+    reasons = {d["reason"].split(":")[0] for d in fusewright.explain(optimized).to_dict()["declines"]}
+    assert reasons == {"does not pay", "torch's own rewrite is refused"}
+
+
+def test_hidden_rows_of_an_expanded_mask_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's fused attention gives 0 where a row has no key; the formula gives NaN."""
+    monkeypatch.setenv("FUSEWRIGHT_COST", "on")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return ((q @ k.transpose(-2, -1) / 2.0) + mask.expand(2, 4, D, D)).softmax(-1) @ v
+
+    q, k, v = torch.randn(3, 2, 4, D, D)
+    mask = torch.zeros(D, D)
+    mask[1] = -math.inf
+    with torch.no_grad():
+        result = fusewright.optimize(attend, verify="off", strict=True)(q, k, v, mask)
+    torch.testing.assert_close(result, attend(q, k, v, mask), equal_nan=True)
+
+
 def test_a_wrong_graph_of_torch_compile_in_the_same_cache_is_not_taken() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT).mul(0.5).softmax(-2) @ v

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fusewright.autotune.timing import shuffled
 from fusewright.bench.rows import append_rows, provenance
+from fusewright.fusion.ops import attention as _registers_the_operators  # noqa: F401
 from fusewright.fusion.ops.attention_cost import why_not
 
 # batch, heads, tokens: language models, then batches of short sequences and windows

@@ -41,9 +41,12 @@ def fused(optimized: Any) -> int:
 @pytest.mark.parametrize(
     ("facts", "pays"),
     [
-        ({"scores": 1 << 23}, True),
-        ({"scores": (1 << 23) - 1}, False),
-        ({"scores": 1 << 23, "itemsize": 2}, False),
+        ({"scores": 1 << 23, "training": True}, True),
+        ({"scores": (1 << 23) - 1, "training": True}, False),
+        ({"scores": 1 << 23, "training": True, "itemsize": 2}, False),
+        ({"scores": 1 << 22}, True),
+        ({"scores": (1 << 22) - 1}, False),
+        ({"scores": 1 << 22, "keys": 127}, False),
         ({"scores": 1 << 21, "masked": False}, True),
         ({"scores": 1 << 21, "masked": False, "keys": 127}, False),
         ({"scores": 1 << 21, "masked": False, "training": True}, False),

@@ -6,7 +6,6 @@ import copy
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from fusewright.autotune.trial import Json, Provider, Role
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant
 from fusewright.costs.op_cost import count_flops
+from fusewright.costs.peak_memory import peak_mib
 from fusewright.errors import UserInputError
 from fusewright.job_file import resolve
 from fusewright.workload import Workload, observe_step
@@ -137,31 +137,13 @@ class StepSubject:
         """`peak_mb` of a step, and its `flops`: the workload's own figure, else counted while it runs in eager."""
         if self.workload.flops is not None:
             mode = "training" if self.training else "inference"
-            return {"peak_mb": self._peak_mb(), "flops": self.workload.flops(self.length, mode)}
+            return {"peak_mb": peak_mib(self.step, self.device), "flops": self.workload.flops(self.length, mode)}
         model, self.model = self.model, self.eager
         try:
             flops = count_flops(self.step)
         finally:
             self.model = model
-        return {"peak_mb": self._peak_mb(), "flops": flops}
-
-    def _peak_mb(self) -> float:
-        """Most that torch's allocator hands out at once during a step, MiB above what lives before it.
-
-        Resident memory would say nothing on CPU: malloc keeps what an earlier step freed.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            self.step()
-            return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
-            self.step()
-        assert found.profiler is not None, "the profiler has stopped"
-        assert found.profiler.kineto_results is not None, "the profiler has stopped"
-        events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-        events.sort(key=lambda event: event.start_ns())
-        return max(accumulate(event.nbytes() for event in events), default=0) / 2**20
+        return {"peak_mb": peak_mib(self.step, self.device), "flops": flops}
 
     def outputs(self, seed: int, role: Role) -> dict[str, Any]:
         """Outputs, buffers, and in training loss, gradients and the parameters after one step of plain descent."""

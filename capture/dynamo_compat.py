@@ -65,6 +65,13 @@ def compile_options(recompile_limit: int, *, duck_shape: bool) -> Iterator[None]
         yield
 
 
+@contextlib.contextmanager
+def static_shapes() -> Iterator[None]:
+    """Inside the block, every size that Dynamo meets is a number, and what it cannot do is an error, never a skip."""
+    with dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False, suppress_errors=False):
+        yield
+
+
 def is_users_code(code: types.CodeType) -> bool:
     """False for torch's own frames, which Dynamo skips as a matter of course."""
     return not code.co_filename.startswith(_TORCH_ROOT)

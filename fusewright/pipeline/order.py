@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fusewright.fusion.match.attention import FuseAttention
+from fusewright.fusion.match.attention.fuse import FuseAttention
+from fusewright.fusion.match.linear_cross_entropy import FuseLinearCrossEntropy
 from fusewright.fusion.match.rms_norm import FuseRMSNorm
 from fusewright.passes.base import Pass
 from fusewright.passes.cleanup.canonicalize import Canonicalize
@@ -24,6 +25,8 @@ ORDER: tuple[Pass, ...] = (
     # Either way round with attention: each takes the other's output for a plain tensor.
     FuseRMSNorm(),
     FuseAttention(),
+    # After cleanup: a dropout that does nothing would stand between the layer and its loss.
+    FuseLinearCrossEntropy(),
     # Of a later stage, where the collectives of forward and backward are in the graph; passes of one stage never meet
     # those of another, so its place here binds nothing.
     BucketCollectives(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusewright.capture.fingerprint import fingerprint
+from fusewright.capture.graph import copy_graph
 from fusewright.capture.record import Record, Verdict
 from fusewright.capture.shapes import ShapeBucket
-from fusewright.capture.step_state import ambient_key
+from fusewright.capture.step.forward import capture_forward
+from fusewright.capture.step.function import Slot, StepFunction, autocast_off
+from fusewright.capture.step.trace import WholeStep, ambient_key, capture
 from fusewright.capture.variant import GraphVariant, Lowering
-from fusewright.capture.whole_step import Slot, StepFunction, WholeStep, autocast_off
 from fusewright.errors import CaptureError
 from fusewright.numerics import TreeComparison, compare_trees
 from fusewright.passes.base import Pass, PassContext, Stage
@@ -27,9 +29,6 @@ from fusewright.runtime.lower import GraphHook, lower
 from fusewright.runtime.slot import BucketSlot, Lowered
 from fusewright.runtime.verdicts import VerdictFolder, verdict_key
 from fusewright.runtime.verify import Comparison, why_not_comparable
-
-NO_FORWARD = "forward passes are not run on whole steps"
-"""Why a pass of the stage FORWARD is declined: a step's graph is ATen, forward and backward in one."""
 
 
 def label(slot: Slot) -> str:
@@ -109,11 +108,51 @@ class KnownToDisagreeError(Exception):
 
 
 class StepBuilder:
-    """Plans and lowers captured steps, and keeps the verdicts on them for later processes."""
+    """Captures, plans and lowers steps, and keeps the verdicts on them for later processes."""
 
     def __init__(self, pipeline: Pipeline, record: Record, verdicts: VerdictFolder, lowering: Lowering) -> None:
         self.lowering = lowering
         self._pipeline, self._record, self._verdicts = pipeline, record, verdicts
+
+    def capture(
+        self, module: nn.Module, inputs: Sequence[object], function: StepFunction, flat: Sequence[Tensor], name: str
+    ) -> WholeStep:
+        """The graph of `function` on `flat`, in which forward and loss, `module(*inputs)`, as passes leave them.
+
+        Where those are no graph of their own, each pass is declined with the reason, and the user's Python is traced.
+
+        Raises:
+            CaptureError: the step holds something that one graph cannot; errors of the user's code come through.
+        """
+        passes, ctx = self._forward_passes(flat)
+        if not passes:
+            return capture(function, flat)
+        try:
+            captured = capture_forward(module, inputs, function.slots, flat)
+        except CaptureError as error:
+            self._decline(passes, name, str(error))
+            return capture(function, flat)
+        gm, result = self._pipeline.rewrite(lambda: copy_graph(captured.gm), passes, ctx, f"{name}.forward")
+        function.forward = replace(captured, gm=gm).loss if result.rewrites else None
+        try:
+            step = capture(function, flat)
+        except Exception as error:
+            if function.forward is None:
+                raise
+            function.forward = None
+            self._decline(passes, name, f"{type(error).__name__}: {error}")
+            return capture(function, flat)
+        self._report(result, f"{name}.forward")
+        return step
+
+    def _decline(self, passes: Iterable[Pass], name: str, reason: str) -> None:
+        text = f"forward and loss are no graph of their own: {reason}"
+        self._record.add_passes(Counter(), Counter(), Counter({(one.name, name, text): 1 for one in passes}))
+
+    def _forward_passes(self, tensors: Iterable[Tensor]) -> tuple[list[Pass], PassContext]:
+        device = "cuda" if any(tensor.device.type == "cuda" for tensor in tensors) else "cpu"
+        ctx = PassContext(ShapeBucket(), device, training=True, priced=self._pipeline.settings.cost)
+        return self._pipeline.select(GraphVariant(lowering=self.lowering), Stage.FORWARD, ctx), ctx
 
     def plan(self, step: WholeStep, name: str, assumed: Hashable) -> LoweringPlan:
         """Choose variant and passes. `assumed`: what the step stands for beside its graph; its repr enters the key.
@@ -125,13 +164,12 @@ class StepBuilder:
             lowering=self.lowering, options=(("fallback_random", True),) if step.random and inductor else ()
         )
         ctx = PassContext(ShapeBucket(), "cuda" if "cuda" in step.device_types else "cpu", training=True)
-        chosen = {stage: self._pipeline.select(variant, stage, ctx) for stage in Stage}
-        declined = Counter({(one.name, name, NO_FORWARD): 1 for one in chosen.pop(Stage.FORWARD)})
-        self._record.add_passes(Counter(), Counter(), declined)
-        passes = chosen if inductor else {}  # no other lowering has a place for them
+        stages = (Stage.JOINT, Stage.POST_GRAD) if inductor else ()  # no other lowering has a place for them
+        passes = {stage: self._pipeline.select(variant, stage, ctx) for stage in stages}
         # the graph does not tell which live tensor each input is, and a swap of two of them must not pass unseen
         roles = (step.slots, step.grad_outputs, step.updated, sorted(step.written), assumed)
-        digests = [one.digest() for each in passes.values() for one in each]
+        forward, _ = self._forward_passes(step.fakes)
+        digests = [one.digest() for each in (forward, *passes.values()) for one in each]
         key = verdict_key(["step", fingerprint(step.graph_module), repr(roles), variant.to_json(), *digests])
         return LoweringPlan(name, variant, ctx, passes, key)
 
@@ -147,12 +185,12 @@ class StepBuilder:
     def _hook(self, stage: Stage, passes: Sequence[Pass], plan: LoweringPlan) -> GraphHook:
         name = f"{plan.name}.{stage.value}"
 
-        def report(result: PipelineResult) -> None:
-            self._record.add_passes(result.rewrites, result.recognised, result.declines)
-            for failed, reason in result.failures:
-                self._record.add_fallback("pass", name, f"{failed}: {reason}")
+        return GraphHook(self._pipeline, passes, plan.ctx, name, lambda result: self._report(result, name))
 
-        return GraphHook(self._pipeline, passes, plan.ctx, name, report)
+    def _report(self, result: PipelineResult, name: str) -> None:
+        self._record.add_passes(result.rewrites, result.recognised, result.declines)
+        for failed, reason in result.failures:
+            self._record.add_fallback("pass", name, f"{failed}: {reason}")
 
     def known(self, step: WholeStep, plan: LoweringPlan) -> Comparison | None:
         """The verdict of an earlier process (or of an earlier `TrainStep`) on the same lowering, or None.

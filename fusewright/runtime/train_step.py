@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fusewright import config
-from fusewright.capture.optimizer_update import decline_reason
 from fusewright.capture.record import Fallback, Record
-from fusewright.capture.step_state import Call, Inputs, LiveStep
+from fusewright.capture.step.function import Slot, StepFunction, autocast_off
+from fusewright.capture.step.optimizer_update import decline_reason
+from fusewright.capture.step.state import Call, Inputs, LiveStep
+from fusewright.capture.step.trace import WholeStep
 from fusewright.capture.variant import Lowering
-from fusewright.capture.whole_step import Slot, StepFunction, WholeStep, autocast_off, capture
 from fusewright.config import OFF, Numerics, Verify, to_enum
 from fusewright.errors import CaptureError, FallbackError, FusewrightError, UserInputError, VerificationError
 from fusewright.numerics import TreeComparison
@@ -72,7 +73,8 @@ class TrainStep:
 
     Model, optimizer and their state stay the same objects, updated in place. A new signature (shapes, dtypes, modes,
     module settings, ...) compiles a new graph. What cannot be one graph runs as the eager loop and is counted in
-    `report()`; with `strict` it is an error. Passes of the ATen stages run on the graph; `record` says what happened.
+    `report()`; with `strict` it is an error. Passes of all stages run; those of the forward need forward and loss to be
+    one graph of Dynamo, and are declined with the reason where they are not.
 
     Args:
         model: the module to train.
@@ -204,10 +206,11 @@ class TrainStep:
             return self._eager(call.inputs, last)
         stage: str = "capture"
         try:
-            function, flat, step = self._capture(call)
+            name = f"step{len(self._steps)}"
+            function, flat, step = self._capture(call, name)
             stage = "lowering"
             assumed = (call.updates, tuple(call.view.rules), *eager_side(self._module, self.optimizer))
-            plan = self._builder.plan(step, f"step{len(self._steps)}", assumed)
+            plan = self._builder.plan(step, name, assumed)
             known = NOT_VERIFIED if self._verify is Verify.OFF else self._builder.known(step, plan)
             with self._timed("lower"):
                 run = self._builder.lower(step, plan)
@@ -234,11 +237,11 @@ class TrainStep:
         self._add(key, step, plan, run, verdict)
         return loss
 
-    def _capture(self, call: Call) -> tuple[StepFunction, list[Tensor], WholeStep]:
+    def _capture(self, call: Call, name: str) -> tuple[StepFunction, list[Tensor], WholeStep]:
         """The step as a function, its inputs now, and its graph."""
         with self._timed("capture"):
             function, flat = self._live.function(call)
-            step = capture(function, flat)
+            step = self._builder.capture(self._module, call.inputs, function, flat, name)
             check_memory(step, dict(zip(function.slots, flat, strict=True)))
         return function, flat, step
 

@@ -12,8 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusewright.fusion.match.masks import on_cpu
-from fusewright.fusion.match.site import RefusedError, Site, call
+from fusewright.fusion.match.site import RefusedError, Site, call, on_cpu
 from fusewright.fusion.match.view import normalize, spelling
 from fusewright.numerics import compare_trees
 from fusewright.passes.base import tensor_of, value_of
@@ -77,7 +76,7 @@ def structural_key(site: Site, replacement: fx.GraphModule, training: bool) -> s
         value = tensor_of(node)
         assert value is not None, node
         mask = (site.masks.get(node), site.causal.get(node))
-        lines.append(f"{site.labels[node]} {value.dtype} {mask} {site.magnitudes}")
+        lines.append(f"{site.labels[node]} {value.dtype} {mask} {site.classes.get(node)} {site.magnitudes}")
     for node in site.nodes:
         shape = site.labels.get(node, "")
         args = () if node in site.labels else (fx.map_arg(node.args, name), fx.map_arg(node.kwargs, name))
@@ -96,6 +95,8 @@ def _draw_inputs(site: Site, draw: int) -> dict[fx.Node, Tensor]:
         shape = site.shape(node)
         if node in site.causal:
             inputs[node] = _causal(node, site, shape, fake.dtype)
+        elif node in site.classes:
+            inputs[node] = _classes(shape, *site.classes[node], draw)
         elif fake.dtype == torch.bool:
             inputs[node] = _boolean(shape, draw)
         elif node in site.masks:
@@ -113,6 +114,12 @@ def _boolean(shape: tuple[int, ...], draw: int) -> Tensor:
     if draw:
         rows[0], rows[-1] = True, draw == 1
     return mask
+
+
+def _classes(shape: tuple[int, ...], number: int, ignored: int, draw: int) -> Tensor:
+    """Any class, with some ignored; in the last draw all of them."""
+    classes = torch.randint(number, shape)
+    return classes.masked_fill_(torch.rand(shape) < (0.2, 0.5, 1.0)[draw], ignored)
 
 
 def _additive(shape: tuple[int, ...], dtype: torch.dtype, draw: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fusewright.fusion.match.sizes import same
 from fusewright.fusion.match.view import shape_of, spelling
@@ -42,6 +43,7 @@ class Site:
         masks: those of `inputs` that are masks, and the sign with which they are added; a proof draws them with hidden
             keys and hidden rows.
         causal: masks that are known to be causal, and whether True keeps a key (additive ones: False).
+        classes: those of `inputs` that hold class numbers: how many classes there are, and the number that is ignored.
     """
 
     output: fx.Node
@@ -51,6 +53,7 @@ class Site:
     autocast: torch.dtype | None = None
     masks: Mapping[fx.Node, int] = field(default_factory=dict)
     causal: Mapping[fx.Node, bool] = field(default_factory=dict)
+    classes: Mapping[fx.Node, tuple[int, int]] = field(default_factory=dict)
     magnitudes: tuple[float, float, float] = (1.0, 1.0, 1.0)
     nodes: tuple[fx.Node, ...] = ()
 
@@ -155,6 +158,16 @@ def call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     assert node.op == "call_function", node
     assert callable(node.target), node
     return node.target(*args, **kwargs)
+
+
+def on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a node with every device replaced by the CPU."""
+    cpu = torch.device("cpu")
+    kept = {key: cpu if key == "device" else value for key, value in kwargs.items()}
+    swapped: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda x: cpu if isinstance(x, torch.device) else x, (tuple(args), kept)
+    )
+    return swapped
 
 
 def describe_users(node: fx.Node, but: fx.Node | None = None) -> str:

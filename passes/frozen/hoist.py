@@ -15,7 +15,7 @@ from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusewright.capture.optimizer_update import OptimizerSteps
+from fusewright.capture.step.optimizer_update import OptimizerSteps
 from fusewright.passes.frozen.statistics import Contents
 from fusewright.passes.frozen.weights import EMITTED, is_weight, storages_of, weight_only, written_by
 

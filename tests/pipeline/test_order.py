@@ -17,8 +17,8 @@ from fusewright.tools.pass_tester import capture
 from tests.pipeline.little import pipeline
 
 
-def run(gm: fx.GraphModule, passes: list[Pass], *, frozen: bool = False) -> PipelineResult:
-    line, ctx = pipeline(*passes), PassContext(device="cuda", frozen_weights=frozen)
+def run(gm: fx.GraphModule, passes: list[Pass], *, frozen: bool = False, device: str = "cuda") -> PipelineResult:
+    line, ctx = pipeline(*passes), PassContext(device=device, frozen_weights=frozen)
     _, result = line.rewrite(lambda: copy_graph(gm), passes, ctx, "order")
     assert result.failures == []
     return result
@@ -30,8 +30,8 @@ def named(*names: str) -> list[Pass]:
 
 def test_the_names_are_in_the_order_that_is_tested() -> None:
     frozen = ["fold_batch_norm", "fold_scale", "merge_linears"]
-    names = ["canonicalize", *frozen, "fuse_rms_norm", "fuse_attention", "bucket_collectives"]
-    assert [p.name for p in ORDER] == names
+    names = ["canonicalize", *frozen, "fuse_rms_norm", "fuse_attention", "fuse_linear_cross_entropy"]
+    assert [p.name for p in ORDER] == [*names, "bucket_collectives"]
 
 
 def attention_of_idle_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -66,6 +66,20 @@ def test_canonicalize_before_rms_norm() -> None:
     gm = capture(norm_of_idle_cast, [torch.randn(4, 8), torch.randn(8)]).graph
     assert run(gm, named("canonicalize", "fuse_rms_norm")).rewrites == {"canonicalize": 1, "fuse_rms_norm": 1}
     assert run(gm, named("fuse_rms_norm", "canonicalize")).rewrites == {"canonicalize": 1}
+
+
+def loss_of_idle_dropout(x: Tensor, weight: Tensor) -> Tensor:
+    logits = functional.dropout(functional.linear(x, weight), 0.5, False)
+    return functional.cross_entropy(logits, torch.zeros(4, dtype=torch.int64))
+
+
+def test_canonicalize_before_linear_cross_entropy() -> None:
+    gm = capture(loss_of_idle_dropout, [torch.randn(4, 8), torch.randn(5, 8)]).graph
+    names = ("canonicalize", "fuse_linear_cross_entropy")
+    assert run(gm, named(*names), device="cpu").rewrites == dict.fromkeys(names, 1)
+    swapped = run(gm, named(*reversed(names)), device="cpu")
+    assert swapped.rewrites == {"canonicalize": 1}
+    assert ["dropout lies between" in reason for _, _, reason in swapped.declines] == [True]
 
 
 def test_rms_norm_and_attention_either_way_round() -> None:
@@ -103,5 +117,7 @@ def test_canonicalize_before_the_frozen_passes() -> None:
 def test_no_two_stages_share_a_run() -> None:
     line = pipeline(*ORDER)
     for stage in Stage:
-        chosen = line.select(DEFAULT_VARIANT, stage, PassContext(device="cuda"))
-        assert [p.name for p in chosen] == [p.name for p in ORDER if p.stage is stage]
+        chosen = [
+            p for device in ("cpu", "cuda") for p in line.select(DEFAULT_VARIANT, stage, PassContext(device=device))
+        ]
+        assert {p.name for p in chosen} == {p.name for p in ORDER if p.stage is stage}

@@ -11,7 +11,7 @@ from torch import fx
 
 from fusewright.capture.values import shape_env_of, tensor_of
 from fusewright.config import read_settings
-from fusewright.fusion.match.attention import FuseAttention
+from fusewright.fusion.match.attention.fuse import FuseAttention
 from fusewright.passes.base import Pass, PassContext
 from fusewright.pipeline.pipeline import Pipeline
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusewright.capture.graph import CapturedGraph
 from fusewright.capture.variant import DEFAULT_VARIANT
 from fusewright.errors import UserInputError
-from fusewright.fusion.match.attention import FuseAttention
+from fusewright.fusion.match.attention.fuse import FuseAttention
 from fusewright.passes.base import PassContext
 from fusewright.runtime.reproducer import write_reproducer
 from fusewright.tools.bisect import bisect

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusewright.fusion.match.attention import FuseAttention
+from fusewright.fusion.match.attention.fuse import FuseAttention
 from fusewright.numerics import compare_trees
 from fusewright.tools.pass_tester import PassTester, capture, run
 from tests.fusion.match import corpus

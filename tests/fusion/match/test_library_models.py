@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from fusewright.fusion.match.attention import FuseAttention
+from fusewright.fusion.match.attention.fuse import FuseAttention
 from fusewright.tools.pass_tester import PassTester, capture
 from tests.fusion.match.library_models import (
     CAUSAL,

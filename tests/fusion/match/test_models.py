@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fusewright.fusion.match import proof
-from fusewright.fusion.match.attention import FuseAttention
+from fusewright.fusion.match.attention.fuse import FuseAttention
 from fusewright.fusion.match.rms_norm import FuseRMSNorm
 from fusewright.passes.cleanup.canonicalize import Canonicalize
 from fusewright.tools.pass_tester import PassTester, Report

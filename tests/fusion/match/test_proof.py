@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.fusion.match import attention, build, proof
-from fusewright.fusion.match.attention import FuseAttention
-from fusewright.fusion.match.build import Plan
-from fusewright.fusion.match.masks import MaskKind
+from fusewright.fusion.match import proof
+from fusewright.fusion.match.attention import build, fuse
+from fusewright.fusion.match.attention.build import Plan
+from fusewright.fusion.match.attention.fuse import FuseAttention
+from fusewright.fusion.match.attention.masks import MaskKind
 from fusewright.tools.pass_tester import PassTester, Report, capture
 from tests.fusion.match.corpus import ATTENTION, Case
 
@@ -96,7 +97,7 @@ def test_sizes_of_a_proof_do_not_grow_with_the_model() -> None:
     args = tuple(torch.empty(64, 4, 2048, 64, device="meta") for _ in range(3))
     captured = capture(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, args)
     anchor = next(node for node in captured.graph.graph.nodes if node.target == "softmax")
-    op = attention.view.normalize(anchor)
+    op = fuse.view.normalize(anchor)
     assert op is not None
-    place, _ = attention._plan(attention.recognise(op), {}, training=True)
+    place, _ = fuse._plan(fuse.recognise(op), {}, training=True)
     assert all(math.prod(place.shape(node)) < 10_000 for node in place.inputs)

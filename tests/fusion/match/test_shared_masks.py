@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fusewright.fusion.match.attention import FuseAttention
+from fusewright.fusion.match.attention.fuse import FuseAttention
 from fusewright.tools.pass_tester import PassTester
 
 LAYERS, T = 3, 160

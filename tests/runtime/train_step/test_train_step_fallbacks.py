@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from fusewright.capture import whole_step
-from fusewright.capture.optimizer_update import UpdateRule, updated
-from fusewright.capture.whole_step import Slot
+from fusewright.capture.step import function
+from fusewright.capture.step.function import Slot
+from fusewright.capture.step.optimizer_update import UpdateRule, updated
 from fusewright.errors import CaptureError, FallbackError, UnknownNameError, UserInputError, VerificationError
 from fusewright.runtime.step_verify import StepBuilder, StepVerifier, label, overlapping
 from fusewright.runtime.train_step import TrainStep
@@ -172,7 +172,7 @@ def test_a_wrong_formula_is_caught(make: Make, monkeypatch: pytest.MonkeyPatch) 
         new, state = updated(rule, parameter, *rest)
         return new + 0.01, state
 
-    monkeypatch.setattr(whole_step, "updated", wrong)
+    monkeypatch.setattr(function, "updated", wrong)
     report = Pair(Mlp(), make, strict=False).train(2)
     assert [(f["kind"], f["count"]) for f in report["fallbacks"]] == [("verification", 2)]
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fusewright.capture.optimizer_update import OptimizerState, OptimizerView
-from fusewright.capture.whole_step import Constant, ParameterPlan, Slot, StepFunction, StepPlan, WholeStep, tensor_key
+from fusewright.capture.step.function import Constant, ParameterPlan, Slot, StepFunction, StepPlan, tensor_key
+from fusewright.capture.step.optimizer_update import OptimizerState, OptimizerView
+from fusewright.capture.step.trace import WholeStep, ambient_key
 from fusewright.errors import CaptureError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
@@ -325,9 +326,10 @@ class LiveStep:
         layout = self.module_state.layout()
         state = self.optimizer.state
         found: dict[Slot, Tensor | None] = {}
-        for slot in step.results:
-            role, i, name = slot
-            found[slot] = state[layout.parameters[i]][name] if role == "state" else _held(layout, role, i)
+        for role, i, name in step.results:
+            found[Slot(role, i, name)] = (
+                state[layout.parameters[i]][name] if role == "state" else _held(layout, role, i)
+            )
         return {slot: tensor.detach() for slot, tensor in found.items() if tensor is not None}
 
     def finish(self, step: WholeStep, call: Call) -> None:
@@ -374,18 +376,6 @@ def state_key(state: Mapping[Tensor, Mapping[str, Any]], parameters: Sequence[Te
         for name, tensor in state.get(p, {}).items()
         if name != "step" and isinstance(tensor, Tensor)
         if (tensor.dtype, tensor.device, tensor.stride()) != (p.dtype, p.device, p.stride())
-    )
-
-
-def ambient_key(device_types: Iterable[str]) -> tuple[Hashable, ...]:
-    """Process-wide settings that a trace bakes in."""
-    autocast = [(t, torch.get_autocast_dtype(t)) for t in device_types if torch.is_autocast_enabled(t)]
-    return (
-        tuple(autocast),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.is_inference_mode_enabled(),
     )
 
 

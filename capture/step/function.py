@@ -1,27 +1,22 @@
-"""Captures forward, loss, backward and optimizer update of a training step as one functional ATen graph.
+"""A training step as a function of flat tensors that changes none of the live objects.
 
-Dynamo breaks a graph at `backward()`, so `make_fx` runs the user's own Python on fake tensors, through torch's own
-autograd: hooks, checkpointing, autocast, custom autograd functions need no code here. Every tensor that may change
-between two steps is an input (`Slot`); what the step changes in place is written back by `copy_` nodes at the end.
+Every tensor that may change between two steps is an input (`Slot`); the module's own Python runs on the given tensors
+through torch's autograd, so that hooks, checkpointing, autocast and custom autograd functions need no code here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
-from unittest import mock
 
 import torch
-from torch import Tensor, fx, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fusewright.capture.optimizer_update import UpdateRule, clip_coefficient, updated
+from fusewright.capture.step.optimizer_update import UpdateRule, clip_coefficient, updated
 from fusewright.errors import CaptureError
 
 Role = Literal["param", "buffer", "attribute", "grad", "state", "scalar", "scale", "argument"]
@@ -102,6 +97,9 @@ class StepFunction:
     Returns the loss (detached, divided by `accumulate`), new gradients of `grad_outputs`, and new values of `writes`;
     both lists are filled in by a call. Buffers are changed in place, as the module does it.
 
+    Attributes:
+        forward: computes the loss from the tensors of the slots, in the place of the module's Python, if not None.
+
     Raises:
         CaptureError: the module does something that a graph would lose, such as setting an attribute.
     """
@@ -110,6 +108,7 @@ class StepFunction:
         self._module = module
         self._plan = plan
         self._hooks = hooks
+        self.forward: Callable[[Mapping[Slot, Tensor]], Tensor] | None = None
         self.slots = plan.slots()
         self.grad_outputs: tuple[int, ...] = ()
         self.writes: tuple[Slot, ...] = ()
@@ -133,6 +132,20 @@ class StepFunction:
         self.writes = tuple(new_values)
         return (loss.detach(), *new_grads.values(), *new_values.values())
 
+    def check_forward(self, *flat: Tensor) -> None:
+        """Run the module's own Python, without autograd's backward pass, only to see that it sets nothing.
+
+        Raises:
+            CaptureError: it sets an attribute or puts another tensor in the place of a buffer.
+        """
+        values = dict(zip(self.slots, flat, strict=True))
+        leaves = [values[Slot("param", i)] for i in range(len(self._plan.parameters))]
+        rebound: dict[Slot, Tensor] = {}
+        with torch.no_grad():
+            self._scoped(values, leaves, rebound, self._module)
+        if rebound:
+            raise CaptureError("forward puts other tensors in the place of buffers")
+
     def _loss_and_gradients(
         self, values: Mapping[Slot, Tensor], leaves: Sequence[Tensor], rebound: dict[Slot, Tensor]
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -140,6 +153,28 @@ class StepFunction:
 
         The backward pass is inside too, for modules that run again there (checkpointing).
         """
+
+        def body(*arguments: Any) -> tuple[Tensor, dict[int, Tensor]]:
+            if self.forward is None:
+                loss = self._module(*arguments)
+            else:
+                loss = self.forward({**values, **{Slot("param", i): leaf for i, leaf in enumerate(leaves)}})
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise CaptureError("loss_fn did not return a tensor of one element")
+            loss = loss / self._plan.accumulate if self._plan.accumulate > 1 else loss
+            return loss, self._gradients(loss, values, leaves)
+
+        result: tuple[Tensor, dict[int, Tensor]] = self._scoped(values, leaves, rebound, body)
+        return result
+
+    def _scoped(
+        self,
+        values: Mapping[Slot, Tensor],
+        leaves: Sequence[Tensor],
+        rebound: dict[Slot, Tensor],
+        body: Callable[..., Any],
+    ) -> Any:
+        """Call `body` with the module's arguments while the module holds the given tensors."""
         plan = self._plan
         tensors = iter([value for slot, value in values.items() if slot.role == "argument"])
         flat = [next(tensors) if constant is None else constant.value for constant in plan.constants]
@@ -147,19 +182,10 @@ class StepFunction:
         buffers = {name: values[Slot("buffer", i)] for i, name in enumerate(plan.buffers)}
         named = {p.name: leaf for p, leaf in zip(plan.parameters, leaves, strict=True) if p.name} | buffers
         given = {_Scope.prefix + name: tensor for name, tensor in named.items()}
-
-        def body() -> tuple[Tensor, dict[int, Tensor]]:
-            loss = self._module(*arguments)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise CaptureError("loss_fn did not return a tensor of one element")
-            loss = loss / plan.accumulate if plan.accumulate > 1 else loss
-            return loss, self._gradients(loss, values, leaves)
-
         given_attributes = [(*owned, values[Slot("attribute", i)]) for i, owned in enumerate(plan.attributes)]
         with frozen_attributes(self._module, given_attributes):
-            result: tuple[Tensor, dict[int, Tensor]] = torch.func.functional_call(
-                _Scope(self._module), given, (body,)
-            )  # which leaves in `given` what the module put in place of a tensor
+            # which leaves in `given` what the module put in place of a tensor
+            result = torch.func.functional_call(_Scope(self._module), given, (functools.partial(body, *arguments),))
         for name, tensor in named.items():
             new = given[_Scope.prefix + name]
             if new is tensor:
@@ -242,96 +268,6 @@ class Constant(NamedTuple):
     value: Any
 
 
-@dataclass
-class WholeStep:
-    """A captured step: `graph_module` takes the tensors of `slots` and returns the loss and gradients.
-
-    Attributes:
-        graph_module: functional ATen, then one `copy_` per slot that the step changes, then the output.
-        slots: which tensor each placeholder wants; slots that the graph does not read are left out.
-        fakes: a fake tensor per slot, to lower the graph with.
-        grad_outputs: parameters whose new gradients follow the loss in the output.
-        updated: parameters that the graph updates.
-        written: slots that the graph changes in place.
-        random: whether the graph draws random numbers.
-        mode: the fake mode of `fakes`.
-    """
-
-    graph_module: fx.GraphModule
-    slots: tuple[Slot, ...]
-    fakes: tuple[Tensor, ...]
-    grad_outputs: tuple[int, ...]
-    updated: tuple[int, ...]
-    written: frozenset[Slot]
-    random: bool
-    mode: FakeTensorMode
-
-    def __post_init__(self) -> None:
-        self.nodes = sum(node.op == "call_function" for node in self.graph_module.graph.nodes)
-        self.device_types = frozenset(fake.device.type for fake in self.fakes)
-
-    @property
-    def results(self) -> tuple[Slot, ...]:
-        """What the step leaves behind: the slots it changes, then a "grad" slot per gradient that it hands out."""
-        return (*(slot for slot in self.slots if slot in self.written), *(Slot("grad", i) for i in self.grad_outputs))
-
-
-def capture(step: StepFunction, inputs: Sequence[Tensor]) -> WholeStep:
-    """Trace `step` on fakes of `inputs` (by `step.slots`). Nothing is computed and no live object changes.
-
-    Raises:
-        CaptureError: the step holds something that one graph cannot; any other error of the user's code comes through.
-    """
-    # Inductor's caches ask for a ShapeEnv; this one has no symbols, and data-dependent results are errors as without it
-    env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    mode = FakeTensorMode(shape_env=env, static_shapes=True)
-    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
-    devices = {fake.device.type for fake in fakes}
-    torch.clear_autocast_cache()  # fakes must not meet casts of real weights there, nor leave their own
-    try:
-        with mode, enable_python_dispatcher(), _rng_rewinds() as rewinds:
-            graph_module = make_fx(step)(*fakes)
-            if any(is_mutation(node) for node in graph_module.graph.nodes):
-                with torch.no_grad(), autocast_off(devices):
-                    graph_module = make_fx(torch.func.functionalize(graph_module, remove="mutations"))(*fakes)
-    finally:
-        torch.clear_autocast_cache()
-    random = any(is_random(node) for node in graph_module.graph.nodes)
-    if random and rewinds:
-        raise CaptureError("the step resets the random number generator (checkpointed region with dropout?)")
-    _write_back(graph_module.graph, len(step.writes), [step.slots.index(slot) for slot in step.writes])
-    graph_module.graph.eliminate_dead_code(is_impure_node=lambda node: is_mutation(node) or node.op != "call_function")
-    kept = _prune_placeholders(graph_module.graph)
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    graph_module.graph.lint()
-    graph_module.recompile()
-    slots = tuple(step.slots[i] for i in kept)
-    return WholeStep(
-        graph_module,
-        slots,
-        tuple(fakes[i] for i in kept),
-        step.grad_outputs,
-        tuple(slot.number for slot in step.writes if slot.role == "param"),
-        frozenset(slot for slot, node in zip(slots, placeholders, strict=True) if any(map(is_mutation, node.users))),
-        random,
-        mode,
-    )
-
-
-def is_mutation(node: fx.Node) -> bool:
-    """Whether the node changes one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the node draws from a random number generator; attention without dropout is tagged so, and does not."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-    defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.name == "dropout_p"}
-    return (defaults | given).get("dropout_p") != 0.0
-
-
 @contextlib.contextmanager
 def autocast_off(device_types: Collection[str]) -> Iterator[None]:
     """Run what is inside with the dtypes that are written there."""
@@ -363,38 +299,3 @@ def frozen_attributes(module: nn.Module, given: Sequence[tuple[nn.Module, str, T
         for _, live, old in original:
             live.clear()
             live.update(old)
-
-
-@contextlib.contextmanager
-def _rng_rewinds() -> Iterator[list[str]]:
-    """List every reset of a random number generator inside: in a graph, later draws would not repeat earlier ones."""
-    found: list[str] = []
-
-    def refuse(*_: Any, **__: Any) -> None:
-        found.append("set_rng_state")
-
-    patches = [mock.patch.object(owner, "set_rng_state", refuse) for owner in (torch, torch.random, torch.cuda)]
-    with patches[0], patches[1], patches[2]:
-        yield found
-
-
-def _write_back(graph: fx.Graph, count: int, targets: Sequence[int]) -> None:
-    """Turn the last `count` outputs into `copy_` nodes to the placeholders at `targets`."""
-    placeholders, output = graph.find_nodes(op="placeholder"), graph.output_node()
-    (results,) = output.args
-    assert isinstance(results, tuple | list), f"a step returns a tuple, not {results!r}"
-    split = len(results) - count
-    with graph.inserting_before(output):
-        for target, value in zip(targets, results[split:], strict=True):
-            copy = graph.call_function(torch.ops.aten.copy_.default, (placeholders[target], value))
-            copy.meta["val"] = placeholders[target].meta.get("val")
-    output.args = (tuple(results[:split]),)
-
-
-def _prune_placeholders(graph: fx.Graph) -> list[int]:
-    """Erase placeholders without a use; return the positions of those that stay."""
-    placeholders = graph.find_nodes(op="placeholder")
-    kept = [position for position, node in enumerate(placeholders) if node.users]
-    for node in [node for node in placeholders if not node.users]:
-        graph.erase_node(node)
-    return kept

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fusewright.fusion.match.contraction import Operand, labels_of
+from fusewright.fusion.match.attention.contraction import Operand, labels_of
 from fusewright.fusion.match.site import Labels, RefusedError, describe_users
 from fusewright.fusion.match.sizes import all_same
 from fusewright.fusion.match.view import Op, dtype_of, normalize, shape_of, spelling

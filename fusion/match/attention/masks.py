@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusewright.fusion.match.scores import Term
-from fusewright.fusion.match.site import RefusedError, call
+from fusewright.fusion.match.attention.scores import Term
+from fusewright.fusion.match.site import RefusedError, call, on_cpu
 from fusewright.fusion.match.sizes import same
 from fusewright.fusion.match.view import dtype_of, shape_of, spelling
 from fusewright.fusion.match.writes import is_written
@@ -170,16 +168,6 @@ def constant_value(node: fx.Node) -> torch.Tensor | None:
     result = values[node]
     assert isinstance(result, torch.Tensor), node
     return result
-
-
-def on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a node with every device replaced by the CPU."""
-    cpu = torch.device("cpu")
-    kept = {key: cpu if key == "device" else value for key, value in kwargs.items()}
-    swapped: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
-        lambda x: cpu if isinstance(x, torch.device) else x, (tuple(args), kept)
-    )
-    return swapped
 
 
 def _constant_ancestors(node: fx.Node) -> list[fx.Node] | None:

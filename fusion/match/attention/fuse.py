@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 from fusewright.config import Numerics
-from fusewright.fusion.match import build, contraction, layout, masks, proof, scores, site, sizes, view, writes
-from fusewright.fusion.match.contraction import Operand
-from fusewright.fusion.match.masks import MaskKind, MaskPlan
-from fusewright.fusion.match.scores import Scores, Term
+from fusewright.fusion.match import layout, proof, site, sizes, view, writes
+from fusewright.fusion.match.attention import build, contraction, masks, scores
+from fusewright.fusion.match.attention.contraction import Operand
+from fusewright.fusion.match.attention.masks import MaskKind, MaskPlan
+from fusewright.fusion.match.attention.scores import Scores, Term
 from fusewright.fusion.match.site import Labels, RefusedError, Site
 from fusewright.fusion.ops import attention as attention_op
 from fusewright.fusion.ops import attention_cost, attention_exact, attention_extents

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fusewright.fusion.match.masks import MaskKind
+from fusewright.fusion.match.attention.masks import MaskKind
 from fusewright.fusion.ops import attention as _registers_the_operator  # noqa: F401
 
 

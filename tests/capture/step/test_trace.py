@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from fusewright.capture.optimizer_update import Family, UpdateRule, clip_coefficient, decline_reason, scalars, updated
-from fusewright.capture.step_state import ModuleState
-from fusewright.capture.whole_step import (
-    ParameterPlan,
-    Slot,
-    StepFunction,
-    StepPlan,
-    WholeStep,
-    capture,
-    is_mutation,
+from fusewright.capture.step.function import ParameterPlan, Slot, StepFunction, StepPlan
+from fusewright.capture.step.optimizer_update import (
+    Family,
+    UpdateRule,
+    clip_coefficient,
+    decline_reason,
+    scalars,
+    updated,
 )
+from fusewright.capture.step.state import ModuleState
+from fusewright.capture.step.trace import WholeStep, capture, is_mutation
 from fusewright.errors import CaptureError
 
 SGD = UpdateRule(Family.SGD, maximize=False, weight_decay=False)

@@ -1,0 +1,1 @@
+"""A whole training step, forward, loss, backward and optimizer, as one graph."""

@@ -21,7 +21,9 @@ from fusewright.errors import UserInputError
 from fusewright.job_file import resolve
 from fusewright.workload import Workload, observe_step
 
-OPTIMIZE = "fusewright.api:optimize_with"  # named, not imported: a job comes before the public API
+# named, not imported: a job comes before the public API
+OPTIMIZE = "fusewright.api:optimize_with"
+RECORD_OF = "fusewright.api:record_of"
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class WorkloadSubject(StepSubject):
         optimize: str = OPTIMIZE,
     ) -> None:
         super().__init__(source, length, training, device)
-        self.variant = GraphVariant.from_json(variant)
+        self.variant, self.is_ours = GraphVariant.from_json(variant), optimize == OPTIMIZE
         self.keys: dict[str, dict[str, Any]] = {}
         optimize_with: Callable[..., torch.nn.Module] = load(optimize)
         self.model = optimize_with(
@@ -182,11 +184,14 @@ class WorkloadSubject(StepSubject):
         return self.variant
 
     def facts(self) -> dict[str, Any]:
-        """The keys that the backend asked for so far.
+        """The keys that the backend asked for so far, and how often each pass has rewritten the graphs.
 
         Raises:
             RuntimeError: it asked for none: the model runs as it is, and a time of it would say nothing of the variant.
         """
         if not self.keys:
             raise RuntimeError(f"no graph of {self.workload.name} was captured, so no variant runs in it")
-        return {"keys": list(self.keys.values())}
+        found: dict[str, Any] = {"keys": list(self.keys.values())}
+        if self.is_ours:
+            found["rewrites"] = dict(load(RECORD_OF)(self.model).rewrites)
+        return found

@@ -17,7 +17,7 @@ from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant
 from fusewright.errors import FusewrightError, StoreVersionError
 
 if TYPE_CHECKING:
-    from fusewright.autotune.store import TuningStore
+    from fusewright.autotune.storage.store import TuningStore
 
 Choose = Callable[[str, ShapeBucket, torch.device], GraphVariant]
 Context = Callable[[torch.device], KeyContext]
@@ -85,7 +85,7 @@ class StoredPlan:
         # Loaded only where there is a store: the database library takes 0.3 s.
         from sqlalchemy.exc import SQLAlchemyError
 
-        from fusewright.autotune.store import TuningStore
+        from fusewright.autotune.storage.store import TuningStore
 
         if isinstance(self._source, TuningStore):
             self._store = self._source

@@ -15,10 +15,11 @@ from typing import Any
 from fusewright.autotune.accuracy import SEEDS, failure
 from fusewright.autotune.jobs import Cell, TuningJob
 from fusewright.autotune.key import TuningKey
+from fusewright.autotune.space import Rewritten
 from fusewright.autotune.stats import MIN_PAIRS, Comparison, Verdict
-from fusewright.autotune.store import Trial, TuningStore
+from fusewright.autotune.storage.store import Trial, TuningStore
 from fusewright.autotune.timing import Measurement, Plan, Results, measure_pairs
-from fusewright.autotune.trial import Failure, Progress, no_progress
+from fusewright.autotune.trial import Failure, FailureKind, Progress, no_progress
 from fusewright.autotune.worker import DEFAULT_LIMITS, Built, Limits, Worker
 from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant, Lowering
 from fusewright.config import Effort
@@ -133,6 +134,7 @@ class _CellRun:
         self.keys: list[TuningKey] = []
         self.outcome: dict[GraphVariant, Comparison | Failure] = {}
         self.unstored: list[dict[str, Any]] = []  # trials from before the keys were known
+        self.rewritten = Rewritten()
 
     def decide(self) -> CellResult:
         space = self.tuner.space()
@@ -175,6 +177,9 @@ class _CellRun:
                     return True
             report = worker.check(self.tuner.seeds, training=self.cell.training)
         result = report if isinstance(report, Failure) else failure(report)
+        if result is None and isinstance(built, Built):
+            same = self.rewritten.same_as(variant, built.facts)
+            result = None if same is None else Failure(FailureKind.DUPLICATE, f"rewrites as {same.label()} does")
         if result is not None:
             self.outcome[variant] = result
         self._store(variant, "accuracy", result, accuracy=None if isinstance(report, Failure) else report)
@@ -279,7 +284,7 @@ class _CellRun:
     def _why_stay(self, baseline: GraphVariant) -> str:
         others = {v: r for v, r in self.outcome.items() if v not in self.tuner.baselines}
         best = max((r for r in others.values() if isinstance(r, Comparison)), key=lambda r: r.ratio, default=None)
-        failed = sum(isinstance(r, Failure) for r in others.values())
+        failed = sum(isinstance(r, Failure) and r.kind is not FailureKind.DUPLICATE for r in others.values())
         tail = f"; {failed} dropped out" if failed else ""
         if best is None:
             return f"stays with {baseline.label()}: nothing else could be timed{tail}"

@@ -96,6 +96,7 @@ class FailureKind(enum.Enum):
     RUN_TIMEOUT = "run_timeout"
     OUT_OF_MEMORY = "out_of_memory"
     INACCURATE = "inaccurate"  # it ran, and its numbers are wrong
+    DUPLICATE = "duplicate"  # it is accurate, and makes the same graphs as an earlier one
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@
     python -m benchmarks.linear_cross_entropy --sizes 4096x131072x512 --rounds 3
 
 All run in one process, in turns and in random order: written out and fused, each compiled by Inductor, and torch's own
-`linear_cross_entropy` in chunks where torch has it, in eager. A ratio is the median of their time over fused, above 1 where fused is faster, with the 20th and 80th percentile of the rounds. `peak_mib` is
-what torch's allocator held at most during a step above what lived before; `matmul_gflops` what the three products (one
-in inference) reach in the whole of the fused step, and `limit_gflops` the best product of `measure_limits`.
+`linear_cross_entropy` in chunks where torch has it, in eager. A ratio is the median of their time over fused, above 1
+where fused is faster, between the 20th and 80th percentile of the rounds. `peak_mib` is what torch's allocator held at
+most during a step above what lived before; `matmul_gflops` what the three products (one in inference) reach in the
+fused step as a whole, and `limit_gflops` the best product of `measure_limits` in the same run.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
+    from fusewright import ops
     from fusewright.api import Optimizer, TrainStep, disabled, explain, optimize
     from fusewright.capture.shapes import ShapeBucket
     from fusewright.capture.variant import GraphVariant
@@ -33,6 +34,7 @@ __all__ = [
     "Workload",
     "disabled",
     "explain",
+    "ops",
     "optimize",
 ]
 
@@ -54,6 +56,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> _typing.Any:
+    if name == "ops":
+        return _importlib.import_module("fusewright.ops")
     if name not in _HOME:
         raise AttributeError(f"module 'fusewright' has no attribute {name!r}")
     return getattr(_importlib.import_module(f"fusewright.{_HOME[name]}"), name)

@@ -14,7 +14,7 @@ import torch
 import fusewright
 from fusewright.api import optimize_with
 from fusewright.autotune.search import Budget, Tuner, tune
-from fusewright.autotune.store import TuningStore
+from fusewright.autotune.storage.store import TuningStore
 from fusewright.bench.cells import plan_cells
 from fusewright.capture.variant import GraphVariant, Lowering
 from fusewright.report.tuning import _jobs

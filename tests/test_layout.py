@@ -24,6 +24,7 @@ LEVELS = (
     ("capture",),
     ("passes",),
     ("fusion",),
+    ("ops",),
     ("pipeline",),
     ("runtime",),
     ("autotune",),

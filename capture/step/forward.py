@@ -85,11 +85,12 @@ def capture_forward(
     known: dict[int, Slot] = {}
     for slot, tensor in zip(slots, tensors, strict=True):
         known.setdefault(id(tensor), slot)
-    wanted = [known.get(id(example)) for example in examples]
-    for node, slot in zip(gm.graph.find_nodes(op="placeholder"), wanted, strict=True):
-        if slot is None:
+    wanted: list[Slot] = []
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), examples, strict=True):
+        if id(example) not in known:
             raise CaptureError(f"it reads {node.name!r}, which belongs to neither model, loss nor arguments")
-    return StepForward(gm, tuple(slot for slot in wanted if slot is not None))
+        wanted.append(known[id(example)])
+    return StepForward(gm, tuple(wanted))
 
 
 def _check(gm: fx.GraphModule) -> None:

@@ -14,16 +14,14 @@ from rich.text import Text
 
 from fusewright.autotune.jobs import TuningJob, workload_job
 from fusewright.autotune.search import BUDGETS, CellResult, Tuner, tune
-from fusewright.autotune.store import TuningStore
+from fusewright.autotune.space import variants
+from fusewright.autotune.storage.store import TuningStore
 from fusewright.autotune.trial import Progress as Step
 from fusewright.bench.cells import plan_cells
-from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant
+from fusewright.capture.variant import GraphVariant
 from fusewright.config import Effort, read_settings, to_enum
 from fusewright.errors import UserInputError
 from fusewright.job_file import resolve
-
-# What `tune` tries beside the baselines (eager, and Inductor without our passes).
-VARIANTS = (DEFAULT_VARIANT, GraphVariant(options=(("cpp_wrapper", True),)))
 
 
 def store_place(given: str) -> str:
@@ -72,7 +70,7 @@ def run_tune(
             label = f"{step.stage}: {step.subject}"
             bar.update(task, description=label, total=step.budget_s or None, completed=step.spent_s)
 
-        tuner = Tuner(TuningStore(place), VARIANTS, budget=BUDGETS[level], progress=tell)
+        tuner = Tuner(TuningStore(place), variants(level), budget=BUDGETS[level], progress=tell)
         for one in jobs:
             results += tune(one, tuner)
     for result in results:

@@ -215,7 +215,8 @@ def _check(loss: Loss) -> Site:
     for node in loss.between:
         read = normalize(node)
         if _is_slice_of_rows(node):
-            rows = tuple(torch.empty((*rows, 1), device="meta")[node.args[1]].shape[:-1])
+            index: Any = node.args[1]
+            rows = tuple(torch.empty((*rows, 1), device="meta")[index].shape[:-1])
         elif read is not None and read.kind == "view":
             rows = rows if view.rank_of(node) == len(rows) + 1 else (math.prod(rows),)
             labels[node] = (*rows, "v")

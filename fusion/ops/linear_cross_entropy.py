@@ -21,8 +21,8 @@ from fusewright.fusion.ops.library import autocast_as_matmul, bad_input, define_
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
-# Rows of a chunk: enough for the products, which read and write W and its gradient whole for each chunk. Chunks twice as
-# large are 2 % faster in those, and lose that on fresh pages: with 32,000 classes these stay below the 32 MiB from which
+# Rows of a chunk: enough for the products, which read and write W and its gradient whole for each chunk. Twice as many
+# are 2 % faster in those, and lose that on fresh pages: with 32,000 classes these stay below the 32 MiB from which
 # glibc gives memory back to the system at once.
 _ROWS = 256
 # At most so many logits in memory at a time.

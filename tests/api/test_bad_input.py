@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fusewright
 from fusewright import config
-from fusewright.autotune import store as tuning_store
+from fusewright.autotune.storage import store as tuning_store
 from fusewright.errors import (
     CacheFolderError,
     DimsError,

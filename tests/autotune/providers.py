@@ -157,6 +157,10 @@ class Variable(Spin):
             os.kill(os.getpid(), signal.SIGSEGV)
         super().step()
 
+    def facts(self) -> dict[str, Any]:
+        made = {"rewrites": {"some_pass": self.options["rewrites"]}} if "rewrites" in self.options else {}
+        return super().facts() | made
+
     def outputs(self, seed: int, role: Any) -> dict[str, Any]:
         import torch
 

@@ -13,7 +13,7 @@ import time
 
 from fusewright.autotune.key import KeyContext, TuningKey
 from fusewright.autotune.stats import Comparison, Verdict
-from fusewright.autotune.store import Trial, TuningStore
+from fusewright.autotune.storage.store import Trial, TuningStore
 from fusewright.capture.shapes import ShapeBucket
 from fusewright.capture.variant import GraphVariant
 

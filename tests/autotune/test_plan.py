@@ -12,7 +12,7 @@ import torch
 
 from fusewright.autotune.key import KeyContext, TuningKey
 from fusewright.autotune.plan import choose_from
-from fusewright.autotune.store import TuningStore
+from fusewright.autotune.storage.store import TuningStore
 from fusewright.capture.shapes import DimRange, ShapeBucket
 from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant, Lowering
 from fusewright.errors import StoreVersionError

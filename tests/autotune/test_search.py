@@ -9,16 +9,19 @@ import pathlib
 import pytest
 import torch
 
+from fusewright.autotune import space
 from fusewright.autotune.jobs import Cell, TuningJob
 from fusewright.autotune.key import KeyContext, TuningKey
 from fusewright.autotune.plan import choose_from
 from fusewright.autotune.search import BASELINES, Budget, Tuner, _CellRun, _Undecided, tune
 from fusewright.autotune.stats import Comparison
-from fusewright.autotune.store import TuningStore
+from fusewright.autotune.storage.store import TuningStore
 from fusewright.autotune.trial import Failure, FailureKind, Progress, Provider
 from fusewright.capture.shapes import ShapeBucket
-from fusewright.capture.variant import GraphVariant, Lowering, Scalar
+from fusewright.capture.variant import DEFAULT_VARIANT, GraphVariant, Lowering, Scalar
+from fusewright.config import Effort
 from fusewright.errors import UserInputError
+from fusewright.pipeline.order import ORDER
 
 CONTEXT = KeyContext("inference", "cpu", "off", 2, "AVX2", "highest", False, "2", "3", "exact", False, "", "s")
 KEYS = [TuningKey(fingerprint, ShapeBucket(), CONTEXT) for fingerprint in ("one", "two")]
@@ -133,6 +136,34 @@ def test_a_budget_that_is_too_short_decides_nothing(tmp_path: pathlib.Path) -> N
     run = _CellRun(job(), job().cells[0], Tuner(TuningStore(tmp_path / "s.db"), (FAST,), (EAGER,), short))
     with pytest.raises(_Undecided, match="1 pairs"):
         run._measure([EAGER, FAST], EAGER)
+
+
+@pytest.mark.multiprocess
+def test_what_rewrites_the_same_is_not_timed_twice(tmp_path: pathlib.Path) -> None:
+    """Named passes and the default ones differ where a price rule leaves some place alone, and only there."""
+    priced = GraphVariant(options=(("rewrites", 1),))
+    everywhere, elsewhere = (
+        GraphVariant(passes=("some_pass",), options=(("rewrites", made), ("seconds", 0.0005))) for made in (1, 2)
+    )
+    run = _CellRun(job(), job().cells[0], Tuner(TuningStore(tmp_path / "s.db")))
+    timed = [v for v in (EAGER, priced, dataclasses.replace(everywhere, options=priced.options)) if run._passes_gate(v)]
+    assert timed == [EAGER, priced]
+    (found,) = run.outcome.values()
+    assert isinstance(found, Failure)
+    assert found.kind is FailureKind.DUPLICATE
+    assert "rewrites as inductor(rewrites=1) does" in str(found)
+    assert run._passes_gate(everywhere)  # its options differ
+    assert run._passes_gate(elsewhere)
+
+
+def test_the_space_of_a_run_grows_with_the_effort() -> None:
+    quick, full = space.variants(Effort.QUICK), space.variants(Effort.FULL)
+    assert quick[0] == DEFAULT_VARIANT
+    assert space.EVERYWHERE in quick
+    assert set(quick) < set(full)
+    assert len(set(full)) == len(full)
+    known = {one.name for one in ORDER}
+    assert all(set(v.passes or ()) <= known for v in full)
 
 
 def test_no_baseline_is_an_error(tmp_path: pathlib.Path) -> None:

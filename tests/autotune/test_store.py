@@ -15,7 +15,7 @@ import sqlalchemy
 
 from fusewright.autotune.key import KeyContext, TuningKey
 from fusewright.autotune.stats import Comparison, Verdict
-from fusewright.autotune.store import SCHEMA_VERSION, Trial, TuningStore
+from fusewright.autotune.storage.store import SCHEMA_VERSION, Trial, TuningStore
 from fusewright.autotune.trial import Failure, FailureKind
 from fusewright.capture.shapes import DimRange, ShapeBucket
 from fusewright.capture.variant import GraphVariant, Lowering

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fusewright.passes.base import Pass, PassContext
@@ -91,6 +92,29 @@ def test_attention_is_fused_in_whole_steps() -> None:
     assert (report["compiled_calls"], report["fallbacks"]) == (3, [])
 
 
+class Language(nn.Module):
+    """A language model whose head is its embedding; returns its loss, and logits that a training step does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+
+    def forward(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        logits = functional.linear(self.embedding(ids_BT).tanh(), self.embedding.weight)
+        return functional.cross_entropy(logits[:, :-1].reshape(-1, 40), ids_BT[:, 1:].reshape(-1)), logits
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_logits_that_only_the_loss_reads_are_never_whole(lowering: str) -> None:
+    pair = Pair(Language(), sgd(momentum=0.9), loss_fn=lambda out: out[0], lowering=lowering)
+    for seed in range(3):
+        pair.both(torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(seed)))
+    pair.check()
+    report = pair.step.report()
+    assert report["rewrites"]["fuse_linear_cross_entropy"] == 1
+    assert (report["compiled_calls"], report["fallbacks"]) == (2, [])
+
+
 def test_every_kind_of_input_reaches_the_rewritten_forward() -> None:
     target = torch.full((3,), 0.5)
 
@@ -148,9 +172,8 @@ def test_wrong_and_failing_forward_passes_are_caught() -> None:
     assert (report["rewrites"]["spell_forward"], report["compiled_calls"]) == (1, 1)
 
 
-def test_nothing_runs_where_dynamo_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
+@torch._dynamo.config.patch(disable=True, suppress_errors=True)
+def test_nothing_runs_where_dynamo_is_switched_off() -> None:
     pair = Pair(Attention(), sgd())  # a forward that ran would move the statistics of its batch norm
     report = pair.train(3, 2, 10, 16)
     assert {row["reason"] for row in report["declines"]} == {

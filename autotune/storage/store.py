@@ -23,8 +23,8 @@ import sqlalchemy as sa
 from sqlalchemy.pool import NullPool
 
 from fusewright.autotune.key import TuningKey
-from fusewright.autotune.salvage import move_aside, readable_copy, readable_rows
 from fusewright.autotune.stats import Comparison
+from fusewright.autotune.storage.salvage import move_aside, readable_copy, readable_rows
 from fusewright.autotune.trial import Failure
 from fusewright.capture.variant import GraphVariant
 from fusewright.errors import CacheFolderError, StoreVersionError, UserInputError

@@ -66,9 +66,11 @@ def compile_options(recompile_limit: int, *, duck_shape: bool) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def static_shapes() -> Iterator[None]:
-    """Inside the block, every size that Dynamo meets is a number, and what it cannot do is an error, never a skip."""
-    with dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False, suppress_errors=False):
+def one_static_graph() -> Iterator[None]:
+    """Inside the block, sizes that Dynamo meets are numbers, no wrapper splits a graph, and errors are not hidden."""
+    with dynamo.config.patch(
+        assume_static_by_default=True, automatic_dynamic_shapes=False, optimize_ddp=False, suppress_errors=False
+    ):
         yield
 
 

@@ -72,7 +72,7 @@ def capture_forward(
     entry.__code__ = entry.__code__.replace(co_name=f"step_of_{type(module).__name__}")  # a cache of its own
     with compat.capture_lock(), compat.short_collections(), compat.compile_options(1, duck_shape=True):
         try:
-            with compat.static_shapes():
+            with compat.one_static_graph():
                 compat.optimize_context(keep, fullgraph=True)(entry)(*inputs)
         except Exception as error:
             if not found:

@@ -29,7 +29,7 @@ from fusewright.runtime.cudagraph.launch import captured_regions, why_not_captur
 from fusewright.runtime.cudagraph.runner import GraphPool, RegionRunner
 from fusewright.runtime.fakes import bucket_inputs, separate_memory
 from fusewright.runtime.lower import GraphHook, lower, lower_frozen
-from fusewright.runtime.reproducer import write_reproducer
+from fusewright.runtime.reproducer import REPRODUCERS, write_reproducer
 from fusewright.runtime.slot import EAGER, BucketSlot, Lowered, Test, both, ladder
 from fusewright.runtime.verdicts import VerdictFolder, verdict_key
 from fusewright.runtime.verify import Comparison, EagerRaisedError, verify
@@ -381,7 +381,7 @@ class Fragment:
         return compared
 
     def _disagrees(self, entry: Lowered, args: Sequence[Any], label: str) -> None:
-        folder = self.services.verdicts.folder.parent / "reproducers"
+        folder = self.services.verdicts.folder.parent / REPRODUCERS
         path = write_reproducer(folder, self.captured, args, entry.variant)
         reason = f"{entry.variant.label()} disagrees with eager: {entry.verdict.detail} (reproducer: {path})"
         if self.services.strict:

@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusewright.capture.graph import copy_graph
 from fusewright.capture.variant import GraphVariant, Launch, Lowering
+from fusewright.config import read_settings
 from fusewright.errors import unknown_name
 from fusewright.passes.base import Pass, PassContext, Stage
 from fusewright.passes.frozen.hoist import UnfitWeightsError, hoist
@@ -23,6 +24,7 @@ from fusewright.pipeline.pipeline import Pipeline, PipelineResult
 from fusewright.runtime.cudagraph import launch
 from fusewright.runtime.fakes import BucketInputs
 from fusewright.runtime.inductor.pattern_proofs import PatternProofs
+from fusewright.runtime.reproducer import REPRODUCERS
 
 Callee = Callable[..., Any]
 Refuse = Callable[[str, str], None]
@@ -111,7 +113,7 @@ def lower(
         if variant.lowering is Lowering.AOT_EAGER:
             compiled = torch._dynamo.lookup_backend("aot_eager")(gm, inputs.values)
         else:
-            proofs = PatternProofs(refuse)
+            proofs = PatternProofs(refuse, read_settings().cache_dir / REPRODUCERS)
             patches: dict[str, Any] = {HOOKS[stage]: hook for stage, hook in hooks.items()}
             patches |= {"joint_custom_pre_pass": proofs, **dict(variant.options)}
             patches |= launch.PATCHES if variant.launch is Launch.CUDA_GRAPHS else {}

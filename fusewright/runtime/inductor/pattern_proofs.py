@@ -12,8 +12,10 @@ CPU only: no GPU has run these proofs yet, so that a match there is left to the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
+import pathlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,13 +26,15 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusewright import numerics, trees
 from fusewright.fusion.match import proof, site
 from fusewright.runtime.inductor import rewrite_proof
-from fusewright.runtime.inductor.rewrite_proof import Region
+from fusewright.runtime.inductor.rewrite_proof import Refusal, Region
+from fusewright.runtime.reproducer import write_rewrite
 
-_VERDICTS: dict[str, str | None] = {}
+_VERDICTS: dict[str, Refusal | None] = {}
 """Why a rewrite is refused (None: proven) by its text; a repeated layer is proven once in a process."""
 
 _ACTIVE = threading.local()
@@ -45,9 +49,9 @@ class PatternProofs(CustomGraphPass):
     runs too; patterns that it applies are proven like Inductor's.
     """
 
-    def __init__(self, refuse: Callable[[str, str], None]) -> None:
-        """`refuse(node, reason)` is told about each match that is not rewritten."""
-        self._refuse = refuse
+    def __init__(self, refuse: Callable[[str, str], None], folder: pathlib.Path | None = None) -> None:
+        """`refuse(node, reason)` is told about each match that is not rewritten; reproducers go below `folder`."""
+        self._refuse, self._folder = refuse, folder
         theirs = inductor_config.joint_custom_pre_pass
         self._theirs: list[Any] = theirs if isinstance(theirs, list) else [theirs] if theirs else []
 
@@ -95,7 +99,8 @@ class PatternProofs(CustomGraphPass):
             return [results[i] for i in kept] if len(results) == len(match.output_nodes()) else results
 
         text = f"{fx.map_arg(args, region.name)} {replacement.code}"
-        if self._allows(region, text, list(replacement.graph.nodes), replaced, unknown=False):
+        after = functools.partial(rewrite_proof.applied, region, args, replacement, kept)
+        if self._allows(region, text, list(replacement.graph.nodes), replaced, after, unknown=False):
             plain(entry, match, graph, node)
 
     def _handle(self, plain: Callable[..., None], entry: Any, match: Any, graph: fx.Graph, node: fx.Node) -> None:
@@ -106,7 +111,10 @@ class PatternProofs(CustomGraphPass):
         uses = rewrite_proof.Uses(outputs, inside)
         plain(entry, match, graph, node)
         made = uses.now(region.inputs)
-        if made is None or self._allows(region, made.text(region), made.nodes, made.run, unknown=True):
+        if made is None:
+            return
+        after = functools.partial(made.graph_module, region)
+        if self._allows(region, made.text(region), made.nodes, made.run, after, unknown=True):
             return
         uses.restore(region, made, graph)
 
@@ -116,10 +124,14 @@ class PatternProofs(CustomGraphPass):
         text: str,
         made: list[fx.Node],
         replaced: Callable[[dict[fx.Node, Any]], list[Tensor]],
+        after: Callable[[], fx.GraphModule],
         *,
         unknown: bool,
     ) -> bool:
-        """Whether the rewrite may stand; `unknown` is the answer where running it does not tell."""
+        """Whether the rewrite may stand; `unknown` is the answer where running it does not tell.
+
+        `after` makes the replacement as a function of the region's inputs.
+        """
         if not region.on_cpu():
             return True
         key = f"{region.text()}\n{text}"
@@ -127,14 +139,28 @@ class PatternProofs(CustomGraphPass):
             try:
                 _VERDICTS[key] = rewrite_proof.difference(region, made, replaced)
             except rewrite_proof.NotComparableError as error:
-                _VERDICTS[key] = None if unknown else str(error)
+                _VERDICTS[key] = None if unknown else Refusal(str(error))
             except Exception as error:  # noqa: BLE001  a dtype without random numbers, for one
                 why = f"it cannot be compared: {type(error).__name__}: {str(error)[:200]}"
-                _VERDICTS[key] = None if unknown else why
-        reason = _VERDICTS[key]
-        if reason is not None:
-            self._refuse(region.outputs[0].name, f"torch's own rewrite is refused: {reason}")
-        return reason is None
+                _VERDICTS[key] = None if unknown else Refusal(why)
+        refusal = _VERDICTS[key]
+        if refusal is not None:
+            where = self._reproducer(key, region, after, refusal)
+            self._refuse(region.outputs[0].name, f"torch's own rewrite is refused: {refusal.reason}{where}")
+        return refusal is None
+
+    def _reproducer(self, key: str, region: Region, after: Callable[[], fx.GraphModule], refusal: Refusal) -> str:
+        """Write down how the rewrite is wrong; text that names the folder, empty where none can be written."""
+        if self._folder is None or refusal.draw is None:
+            return ""
+        folder = self._folder / f"inductor-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        values = list(rewrite_proof.drawn_inputs(region, refusal.draw).values())
+        try:
+            with _disable_current_modes():
+                write_rewrite(folder, region.graph_module(), after(), values, refusal.reason)
+        except Exception as error:  # noqa: BLE001  whatever it is, it must not cost the compilation
+            return f" (no reproducer: {type(error).__name__}: {error})"
+        return f" (reproducer: {folder})"
 
 
 Rule = Callable[[PatternProofs, Callable[..., None], Any, Any, fx.Graph, fx.Node], None]

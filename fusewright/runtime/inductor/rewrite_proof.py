@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -76,6 +76,15 @@ class Region:
             env[node] = widened(node, args, kwargs) if wide else call(node, args, kwargs)
         return [env[node] for node in self.outputs]
 
+    def graph_module(self) -> fx.GraphModule:
+        """The region as a function of its inputs, in their order."""
+        graph, values = _with_inputs(self)
+        for node, old_args, old_kwargs in self._steps:
+            args, kwargs = fx.map_arg((old_args, old_kwargs), values.__getitem__)
+            values[node] = graph.create_node(node.op, node.target, args, kwargs)
+        graph.output([values[node] for node in self.outputs])
+        return fx.GraphModule(torch.nn.Module(), graph)
+
     def copy_into(self, graph: fx.Graph) -> Values:
         """Compute the region anew at the graph's insertion point; the copies by their originals."""
         copies: Values = {}
@@ -102,6 +111,15 @@ class Made:
 
         lines = [f"{n.op} {n.target} {fx.map_arg((n.args, n.kwargs), name)}" for n in self.nodes]
         return "\n".join([*lines, str([name(node) for node in self.results])])
+
+    def graph_module(self, region: Region) -> fx.GraphModule:
+        """What the rewrite left behind as a function of the region's inputs."""
+        graph, values = _with_inputs(region)
+        for node in self.nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = graph.create_node(node.op, node.target, args, kwargs)
+        graph.output([values[node] for node in self.results])
+        return fx.GraphModule(torch.nn.Module(), graph)
 
     def run(self, values: Values) -> list[Tensor]:
         """Compute the results."""
@@ -169,11 +187,36 @@ class Uses:
                 graph.erase_node(node)
 
 
+def _with_inputs(region: Region) -> tuple[fx.Graph, Values]:
+    """An empty graph with a placeholder for each input of `region`, and the placeholders by input."""
+    graph = fx.Graph()
+    return graph, {node: graph.placeholder(f"x{i}") for i, node in enumerate(region.inputs)}
+
+
+def applied(region: Region, args: Any, replacement: fx.GraphModule, kept: Sequence[int]) -> fx.GraphModule:
+    """`replacement(*args)`, where args are of `region`'s inputs, as a function of those; results `kept` by place."""
+    graph, values = _with_inputs(region)
+    given = fx.map_arg(tuple(args), values.__getitem__)
+    results = graph.graph_copy(
+        replacement.graph, dict(zip(replacement.graph.find_nodes(op="placeholder"), given, strict=True))
+    )
+    flat = list(results) if isinstance(results, list | tuple) else [results]
+    graph.output([flat[i] for i in kept] if len(flat) > len(kept) else flat)
+    return fx.GraphModule(replacement, graph)
+
+
+class Refusal(NamedTuple):
+    """Why a rewrite may not stand, and the number of the draw that shows it; None where it cannot be compared."""
+
+    reason: str
+    draw: int | None = None
+
+
 class NotComparableError(Exception):
     """A rewrite that cannot be judged by running it; says why."""
 
 
-def difference(region: Region, made: Sequence[fx.Node], replaced: Callable[[Values], list[Tensor]]) -> str | None:
+def difference(region: Region, made: Sequence[fx.Node], replaced: Callable[[Values], list[Tensor]]) -> Refusal | None:
     """How `replaced` differs from the region on random inputs; None where they agree.
 
     made: the nodes that `replaced` runs.
@@ -186,13 +229,19 @@ def difference(region: Region, made: Sequence[fx.Node], replaced: Callable[[Valu
     if sum(_elements(_value(node)) for node in region.nodes) > _LARGEST:
         raise NotComparableError("it is too large to be compared")
     training = any("tangents" in str(node.target) for node in made)
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with _disable_current_modes(), torch.no_grad():
         for draw in range(_DRAWS if _has_extremes(region) else 1):
-            torch.default_generator.manual_seed(draw)  # of the CPU alone: the others are not put back
             reason = _compare(region, replaced, draw, training)
             if reason is not None:
-                return f"draw {draw}: {reason}"
+                return Refusal(f"draw {draw}: {reason}", draw)
     return None
+
+
+def drawn_inputs(region: Region, draw: int) -> Values:
+    """Random values for the inputs of `region`, equal for equal draws."""
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(draw)  # of the CPU alone: the others are not put back
+        return {node: _drawn(_value(node), draw, node in region.masks) for node in region.inputs}
 
 
 def _has_extremes(region: Region) -> bool:
@@ -202,7 +251,7 @@ def _has_extremes(region: Region) -> bool:
 
 
 def _compare(region: Region, replaced: Callable[[Values], list[Tensor]], draw: int, training: bool) -> str | None:
-    inputs = {node: _drawn(_value(node), draw, node in region.masks) for node in region.inputs}
+    inputs = drawn_inputs(region, draw)
     try:
         ref = region.run(inputs, wide=False)
         again = ref if region.is_aten() else region.run(inputs, wide=False)

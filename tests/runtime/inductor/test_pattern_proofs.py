@@ -133,6 +133,7 @@ def test_what_looks_like_attention_keeps_its_meaning(group: str, training: bool)
     # permutations are recognised by our own matcher, and in training torch knows no masks of these forms
     assert bool(refused) == (group == "axes" or (group == "masks" and not training))
     assert all("torch's own rewrite is refused" in d["reason"] for d in refused)
+    assert not any("no reproducer" in d["reason"] for d in refused)
 
 
 def test_what_does_not_pay_to_fuse_is_left_to_torch_and_proven(monkeypatch: pytest.MonkeyPatch) -> None:

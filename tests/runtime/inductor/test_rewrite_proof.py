@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -74,9 +77,11 @@ def other_dtype(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
     return graph.call_function(aten.to.dtype, (right(graph, x, y), torch.float64))
 
 
-def watched(patterns: PatternMatcherPass, gm: fx.GraphModule) -> list[tuple[str, str]]:
+def watched(
+    patterns: PatternMatcherPass, gm: fx.GraphModule, folder: pathlib.Path | None = None
+) -> list[tuple[str, str]]:
     refused: list[tuple[str, str]] = []
-    with PatternProofs(lambda node, reason: refused.append((node, reason))).watching():
+    with PatternProofs(lambda node, reason: refused.append((node, reason)), folder).watching():
         patterns.apply(gm.graph)
     gm.graph.lint()
     gm.recompile()
@@ -181,6 +186,36 @@ def test_random_functions_before_autograd_are_left_alone() -> None:
         node.meta["example_value"] = torch.randn(64)
     with pytest.raises(NotComparableError, match="random"):
         difference(Region([dropped], [dropped], [], set()), [dropped], lambda values: [values[x]])
+
+
+def reproduced(refused: list[tuple[str, str]]) -> str:
+    """What the script prints that the reason of the only refusal names."""
+    ((_, reason),) = refused
+    folder = pathlib.Path(reason.partition("(reproducer: ")[2].rstrip(")"))
+    assert reason.partition(" (reproducer")[0].partition("draw")[2] in (folder / "run.py").read_text()
+    done = subprocess.run([sys.executable, folder / "run.py"], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_a_refusal_comes_with_a_script_that_shows_it(tmp_path: pathlib.Path) -> None:
+    by_handler = reproduced(watched(handled(wrong), traced(), tmp_path))
+    assert "output 0: torch.float32 (3, 4) before, torch.float32 (3, 4) after" in by_handler
+    assert float(by_handler.rpartition(" ")[2]) > 0.1
+
+    def search(x: Tensor, y: Tensor) -> Tensor:
+        return x * 2 + y
+
+    by_replacement = reproduced(watched(replaced(search, lambda x, y: x - y), traced(), tmp_path))
+    assert float(by_replacement.rpartition(" ")[2]) > 0.1
+    assert len(list(tmp_path.iterdir())) == 2
+    watched(handled(wrong), traced(), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2  # an equal rewrite is the same folder
+
+
+def test_no_place_for_a_reproducer_is_said_and_costs_nothing_else(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    ((_, reason),) = watched(handled(wrong), traced(), tmp_path / "file" / "below")
+    assert "no reproducer: " in reason
 
 
 def test_equal_sites_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,6 +279,15 @@ class LiveStep:
             ambient_key(devices),
         )
 
+    def forward_key(self, call: Call) -> Hashable:
+        """Everything that a graph of forward and loss alone assumes: neither gradients nor the optimizer."""
+        layout = call.layout
+        attributes = [vars(owner)[name] for owner, name in layout.attributes]
+        tensors = [*layout.parameters, *layout.buffers, *attributes, *call.tensors]
+        ambient = ambient_key(sorted({tensor.device.type for tensor in tensors}))
+        values = self.module_state.values(call.constants)
+        return (layout.structure, tuple(map(tensor_key, tensors)), call.spec, values, ambient)
+
     def function(self, call: Call) -> tuple[StepFunction, list[Tensor]]:
         """The step as a function, and its inputs now.
 

@@ -1,4 +1,4 @@
-"""Makes a captured step one that can be trusted: its memory checked, lowered with our passes, compared with eager."""
+"""Makes a step one that can be trusted: captured, rewritten, lowered, its memory checked, compared with eager."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from fusewright.capture.fingerprint import fingerprint
 from fusewright.capture.graph import copy_graph
 from fusewright.capture.record import Record, Verdict
 from fusewright.capture.shapes import ShapeBucket
-from fusewright.capture.step.forward import capture_forward
+from fusewright.capture.step.forward import StepForward, capture_forward
 from fusewright.capture.step.function import Slot, StepFunction, autocast_off
+from fusewright.capture.step.state import Call, LiveStep
 from fusewright.capture.step.trace import WholeStep, ambient_key, capture
 from fusewright.capture.variant import GraphVariant, Lowering
 from fusewright.errors import CaptureError
@@ -113,27 +114,33 @@ class StepBuilder:
     def __init__(self, pipeline: Pipeline, record: Record, verdicts: VerdictFolder, lowering: Lowering) -> None:
         self.lowering = lowering
         self._pipeline, self._record, self._verdicts = pipeline, record, verdicts
+        self._forwards: dict[Hashable, tuple[StepForward, PipelineResult]] = {}
 
     def capture(
-        self, module: nn.Module, inputs: Sequence[object], function: StepFunction, flat: Sequence[Tensor], name: str
-    ) -> WholeStep:
-        """The graph of `function` on `flat`, in which forward and loss, `module(*inputs)`, as passes leave them.
+        self, module: nn.Module, call: Call, live: LiveStep, name: str
+    ) -> tuple[StepFunction, list[Tensor], WholeStep]:
+        """The step as a function, its inputs now, and its graph, in which forward and loss are as passes leave them.
 
         Where those are no graph of their own, each pass is declined with the reason, and the user's Python is traced.
 
         Raises:
             CaptureError: the step holds something that one graph cannot; errors of the user's code come through.
         """
+        function, flat = live.function(call)
         passes, ctx = self._forward_passes(flat)
         if not passes:
-            return capture(function, flat)
+            return function, flat, capture(function, flat)
         try:
-            captured = capture_forward(module, inputs, function.slots, flat)
+            key = live.forward_key(call)
+            if key not in self._forwards:  # signatures that differ in gradients or optimizer share it
+                captured = capture_forward(module, call.inputs, function.slots, flat)
+                gm, result = self._pipeline.rewrite(lambda: copy_graph(captured.gm), passes, ctx, f"{name}.forward")
+                self._forwards[key] = replace(captured, gm=gm), result
         except CaptureError as error:
             self._decline(passes, name, str(error))
-            return capture(function, flat)
-        gm, result = self._pipeline.rewrite(lambda: copy_graph(captured.gm), passes, ctx, f"{name}.forward")
-        function.forward = replace(captured, gm=gm).loss if result.rewrites else None
+            return function, flat, capture(function, flat)
+        forward, result = self._forwards[key]
+        function.forward = forward.loss if result.rewrites else None
         try:
             step = capture(function, flat)
         except Exception as error:
@@ -141,9 +148,9 @@ class StepBuilder:
                 raise
             function.forward = None
             self._decline(passes, name, f"{type(error).__name__}: {error}")
-            return capture(function, flat)
+            return function, flat, capture(function, flat)
         self._report(result, f"{name}.forward")
-        return step
+        return function, flat, step
 
     def _decline(self, passes: Iterable[Pass], name: str, reason: str) -> None:
         text = f"forward and loss are no graph of their own: {reason}"

@@ -240,8 +240,7 @@ class TrainStep:
     def _capture(self, call: Call, name: str) -> tuple[StepFunction, list[Tensor], WholeStep]:
         """The step as a function, its inputs now, and its graph."""
         with self._timed("capture"):
-            function, flat = self._live.function(call)
-            step = self._builder.capture(self._module, call.inputs, function, flat, name)
+            function, flat, step = self._builder.capture(self._module, call, self._live, name)
             check_memory(step, dict(zip(function.slots, flat, strict=True)))
         return function, flat, step
 

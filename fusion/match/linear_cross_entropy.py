@@ -187,7 +187,8 @@ def _layer(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         x, weight, bias = given["input"], given["weight"], given.get("bias")
     else:
         read = normalize(product)
-        assert read is not None, product
+        if read is None or read.kind != "matmul":
+            raise RefusedError(product, f"{spelling(product)} is not called as torch.nn.functional is")
         x, turned, bias = read.inputs[0], normalize(read.inputs[1]), None
         if turned is None or turned.kind != "permute" or turned.attrs["perm"] != (1, 0):
             raise RefusedError(product, f"the product is not with a transposed weight but with {read.inputs[1].name}")
@@ -242,11 +243,9 @@ def _build(loss: Loss, wanted: Sequence[bool]) -> fx.GraphModule:
     for node in loss.between:
         if _is_slice_of_rows(node):
             x = graph.call_function(operator.getitem, (x, node.args[1]))
-    x = graph.call_method("flatten", (x, 0, -2))
-    target = graph.call_method("flatten", (values["target"],))
     call = graph.call_function(
         torch.ops.fusewright.linear_cross_entropy.default,
-        (x, values["weight"], values.get("bias"), target)
+        (x, values["weight"], values.get("bias"), values["target"])
         + (loss.ignore_index, loss.mean, float(loss.label_smoothing), list(wanted)),
     )
     result = graph.call_function(operator.getitem, (call, 0))

@@ -7,15 +7,17 @@ next chunk uses their memory again. So the gradients are made in the forward pas
 backward pass only scales them: three products, as without chunks, where a recomputation would need four.
 Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv:2410.10989, section 3.2.
 """
-# M rows, D size of a row, V classes, R rows of a chunk
+# M rows (all leading dims), D size of a row, V classes, R rows of a chunk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusewright.fusion.ops.library import autocast_as_matmul, bad_input, define_op, register_gradient
 
@@ -36,18 +38,20 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> No
     op = "linear_cross_entropy"
     if x.dtype not in DTYPES:
         raise bad_input(op, "x", f"has dtype {x.dtype}; supported are bfloat16, float32, float64")
-    if x.dim() != 2:
-        raise bad_input(op, "x", f"has {x.dim()} dimensions; expected (rows, size)")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.shape[0] == 0:
-        raise bad_input(op, "weight", f"has shape {tuple(weight.shape)}; expected (classes, {x.shape[1]})")
+    if x.dim() < 2:
+        raise bad_input(op, "x", f"has {x.dim()} dimensions; expected (..., size)")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
+        raise bad_input(op, "weight", f"has shape {tuple(weight.shape)}; expected (classes, {x.shape[-1]})")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise bad_input(op, "bias", f"has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype:
             raise bad_input(op, name, f"has dtype {tensor.dtype}; expected {x.dtype} as x")
-    if target.dim() != 1 or target.shape[0] != x.shape[0] or target.dtype != torch.int64:
+    rows = math.prod(x.shape[:-1])
+    # nothing is asked of a symbolic size that would fix it
+    if target.dtype != torch.int64 or statically_known_true(target.numel() != rows):
         raise bad_input(
-            op, "target", f"is {target.dtype} {tuple(target.shape)}; expected torch.int64 ({x.shape[0]},), one a row"
+            op, "target", f"is {target.dtype} {tuple(target.shape)}; expected torch.int64, one for each row"
         )
 
 
@@ -103,15 +107,16 @@ def _forward(
     That factor is applied to rows of x and of the product, (R, D), and never to the logits.
     """
     loss, dx, dweight, dbias = _fake(x, weight, bias, target, ignore_index, mean, label_smoothing, wanted)
-    rows, classes = x.shape[0], weight.shape[0]
-    counts_M = target != ignore_index
-    target_M = target.where(counts_M, 0)
+    x_MD, target_M = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    rows, classes = x_MD.shape[0], weight.shape[0]
+    counts_M = target_M != ignore_index
+    target_M = target_M.where(counts_M, 0)
     number = counts_M.sum() if mean else x.new_ones((), dtype=torch.int64)
     sums = _Sums(loss, dweight if wanted[1] else None, dbias if wanted[2] and bias is not None else None)
     step = min(rows, _ROWS, max(1, _CHUNK_ELEMENTS // max(classes, 1)))
     buffer = x.new_empty(classes * step)
     for chunk in _parts(rows, step):
-        x_RD, counts_R = x[chunk], counts_M[chunk]
+        x_RD, counts_R = x_MD[chunk], counts_M[chunk]
         logits_VR = buffer[: classes * len(x_RD)].view(classes, len(x_RD))
         if bias is None:
             torch.mm(weight, x_RD.t(), out=logits_VR)
@@ -121,7 +126,7 @@ def _forward(
         factor_R = (1.0 / (s_R * number)).where(counts_R, 0.0)
         sums.add(loss_R.where(counts_R, 0.0), logits_VR, x_RD, factor_R)
         if wanted[0]:
-            torch.mm(logits_VR.t(), weight, out=dx[chunk]).mul_(factor_R.unsqueeze(1))
+            torch.mm(logits_VR.t(), weight, out=dx.view(x_MD.shape)[chunk]).mul_(factor_R.unsqueeze(1))
     sums.write()
     return loss.div_(number), dx, dweight, dbias
 
@@ -251,9 +256,7 @@ def linear_cross_entropy(
         raise bad_input("linear_cross_entropy", "reduction", f"is {reduction!r}; expected 'mean' or 'sum'")
     needed = torch.is_grad_enabled()
     wanted = [needed and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)]
-    size = x.shape[-1] if x.dim() else 0
     loss: Tensor = torch.ops.fusewright.linear_cross_entropy(
-        *(x.reshape(-1, size), weight, bias, target.reshape(-1)),
-        *(ignore_index, reduction == "mean", label_smoothing, wanted),
+        *(x, weight, bias, target), *(ignore_index, reduction == "mean", label_smoothing, wanted)
     )[0]
     return loss

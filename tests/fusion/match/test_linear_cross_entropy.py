@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import fusewright
+from fusewright.api import optimize_with
+from fusewright.capture.variant import GraphVariant, Lowering
 from fusewright.fusion.match.linear_cross_entropy import FuseLinearCrossEntropy
 from fusewright.passes.base import PassContext
 from fusewright.tools.pass_tester import PassTester, capture
@@ -70,6 +73,21 @@ def test_spelling(function: Function, dtype: torch.dtype, training: bool) -> Non
     report = tester.check(function, args(dtype, training=training), expect_rewrites=1, training=training)
     assert report.recognised == {"linear_cross_entropy": 1}
     assert "fusewright.linear_cross_entropy" in report.after.code
+
+
+@pytest.mark.parametrize("function", SPELLINGS)
+def test_one_rewritten_graph_serves_every_length(function: Function) -> None:
+    """Under strict, a pass that would fix a dynamic size is an error."""
+    dims = {name: {0: "batch", 1: "tokens"} for name in "xy"}
+    eager = GraphVariant(lowering=Lowering.EAGER)
+    optimized = optimize_with(function, choose=lambda *_: eager, dims=dims, strict=True, verify="off")
+    for batch, tokens in ((2, 6), (3, 9), (5, 4)):
+        x, w, b, _ = args(training=False)
+        x, y = torch.randn(batch, tokens, D), torch.randint(V, (batch, tokens))
+        torch.testing.assert_close(optimized(x, w, b, y), function(x, w, b, y))
+    told = fusewright.explain(optimized).to_dict()
+    assert told["rewrites"]["fuse_linear_cross_entropy"] == 1
+    assert (told["graphs"], told["fallbacks"]) == (1, [])
 
 
 def test_gradients_that_nobody_needs_are_not_made() -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fusewright.passes.base import Pass, PassContext
+from fusewright.runtime import step_verify
 from tests.runtime.train_step.step_pair import Mlp, Pair, sgd
 
 
@@ -115,7 +116,19 @@ def test_logits_that_only_the_loss_reads_are_never_whole(lowering: str) -> None:
     assert (report["compiled_calls"], report["fallbacks"]) == (2, [])
 
 
-def test_every_kind_of_input_reaches_the_rewritten_forward() -> None:
+def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often Dynamo has captured a forward since, in a list of one."""
+    calls, capture = [0], step_verify.capture_forward
+
+    def counted(*args: Any) -> Any:
+        calls[0] += 1
+        return capture(*args)
+
+    monkeypatch.setattr(step_verify, "capture_forward", counted)
+    return calls
+
+
+def test_every_kind_of_input_reaches_the_rewritten_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     target = torch.full((3,), 0.5)
 
     def distance(out: Tensor, scale: float = 2.0) -> Tensor:
@@ -130,8 +143,11 @@ def test_every_kind_of_input_reaches_the_rewritten_forward() -> None:
         def forward(self, out: Tensor) -> Tensor:
             return ((out - self.target) * self.weight).square().mean()
 
+    calls = count_captures(monkeypatch)
     pair = Pair(Mlp(), sgd(momentum=0.9), loss_fn=Loss(), passes=(Spell(),), accumulate=2, clip=0.05)
     report = pair.train(6)
+    assert len(report["graphs"]) == 3
+    assert calls == [1]  # signatures that differ in gradients and in the optimizer's part share one
     assert report["rewrites"]["spell_forward"] == len(report["graphs"])
     assert not any(row["pass"] == "spell_forward" for row in report["declines"])
     closed_over = Pair(Mlp(), sgd(), loss_fn=distance, passes=(Spell(),), strict=False).step

@@ -6,6 +6,7 @@ import hashlib
 
 import torch.distributed as dist
 from torch import fx
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
@@ -33,12 +34,15 @@ def check_ranks_agree(digest: str, group: dist.ProcessGroup | None = None) -> No
     """Raise on every rank unless all ranks of `group` pass the same digest. Every rank of `group` must call it.
 
     One gather of short strings. It ends on all ranks alike: each sees every digest, and the group's own time-out ends
-    the wait for a rank that never comes. May be called inside a compiler, where fake tensors are on.
+    the wait for a rank that never comes. May be called inside a compiler, where fake tensors and the Python dispatcher
+    are on. Both are off for the gather: the dispatcher would enter gloo with the interpreter's lock held and wait there
+    for the queue's lock, while gloo's thread, which holds that one, frees a finished gather's tensors and waits for the
+    interpreter's. Seen with torch 2.11 and 2.14.
 
     Raises:
         FusewrightError: two ranks differ; the message shows the first difference from both sides.
     """
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), no_python_dispatcher():
         digests: list[str] = [""] * dist.get_world_size(group)
         dist.all_gather_object(digests, digest, group=group)
     for rank, other in enumerate(digests):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
+import multiprocessing.context
+import os
 import pathlib
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -31,9 +35,9 @@ def run_ranks(worker: Callable[..., Any], world: int, folder: pathlib.Path, *, t
         process.join(max(0.0, deadline - time.monotonic()))
     hanging = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     for rank in hanging:
-        ranks[rank].kill()
-        ranks[rank].join()
-    trouble = [path.read_text() for path in sorted(folder.glob("rank*.error"))]
+        _end_with_stacks(ranks[rank])
+    left = [path for path in sorted(folder.glob("rank*.*")) if path.suffix in (".error", ".stacks")]
+    trouble = [f"{path.name}:\n{path.read_text()}" for path in left if path.stat().st_size]
     if trouble or hanging or any(process.exitcode for process in ranks):
         codes = [process.exitcode for process in ranks]
         pytest.fail(
@@ -42,8 +46,19 @@ def run_ranks(worker: Callable[..., Any], world: int, folder: pathlib.Path, *, t
     return [pickle.loads((folder / f"rank{rank}.pickle").read_bytes()) for rank in range(world)]
 
 
+def _end_with_stacks(process: multiprocessing.context.SpawnProcess) -> None:
+    """End a rank that hangs; where its threads stood is left in its file of stacks."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGABRT)
+    process.join(10.0)
+    process.kill()
+    process.join()
+
+
 def _main(worker: Callable[..., Any], rank: int, world: int, folder: pathlib.Path) -> None:
     torch.set_num_threads(1)
+    stacks = (folder / f"rank{rank}.stacks").open("w")
+    faulthandler.enable(stacks)  # writes on SIGABRT, and on a crash
     try:
         store = dist.FileStore(str(folder / "store"), world)
         limit = datetime.timedelta(seconds=120)
@@ -53,5 +68,5 @@ def _main(worker: Callable[..., Any], rank: int, world: int, folder: pathlib.Pat
         dist.barrier()  # nobody leaves while another still talks to it
         dist.destroy_process_group()
     except BaseException:
-        (folder / f"rank{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        (folder / f"rank{rank}.error").write_text(traceback.format_exc())
         raise

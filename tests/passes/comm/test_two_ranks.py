@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -134,3 +136,16 @@ def test_ranks_that_disagree_are_told_both_sides(ranks: list[dict[str, Any]]) ->
         assert "rank 0: _c10d_functional::all_gather_into_tensor" in results["disagree"]
         assert "float32[3]" in results["disagree"]
         assert "float32[4]" in results["disagree"]
+
+
+def check_often(rank: int, world: int) -> int:
+    """As a compiler does it: under the Python dispatcher. Return how many checks came to an end."""
+    with enable_python_dispatcher():
+        for _ in range(3000):
+            check_ranks_agree(f"the same on all {world} ranks")
+    return 3000
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_check_inside_a_compiler_does_not_hang(world: int, tmp_path: Path) -> None:
+    assert run_ranks(check_often, world, tmp_path, timeout_s=90.0) == [3000] * world
